@@ -4,7 +4,8 @@ quiz: a quiz model is trained by GRPO; then, for each seed, it teaches a fresh m
 sampled one, and on request GRPO trains the same fresh model. Held-out accuracy by sampled tokens.
 
 gsm8k: Qwen2.5-Coder-1.5B with LoRA. Arms: "before", the model itself; "self", where the teacher is the model at the
-start, shown the worked answer of the data set, and the student is not; "grpo"; on request "self-sampled" and "both".
+start, shown the worked answer of the data set above the problem, and the student is not; "grpo"; on request
+"self-below", where the answer stands below the problem, "self-sampled" and "both".
 Each is trained until it has sampled as many tokens. An arm writes its result, with every held-out answer's grade, into
 the folder --results as soon as it is done, and is not run again; one that was interrupted goes on from its last
 checkpoint, in the folder --keep. --table prints accuracies and paired differences with 95 % intervals.

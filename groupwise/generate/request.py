@@ -102,7 +102,7 @@ class ActiveSamples:
         numbers, slots = (np.array(column) for column in zip(*samples, strict=True))
         self.launched[numbers] = 1
         positions = self._lengths[self.request.prompt_of[numbers]] - 1
-        return StepBatch(numbers, np.zeros_like(numbers), slots, self._pages(numbers.tolist()), positions, [])
+        return StepBatch(numbers, np.zeros_like(numbers), slots, self._pages(numbers.tolist(), slots), positions, [])
 
     def resume(self, sample: int) -> None:
         """Run a sample with the pages that it has now."""
@@ -162,10 +162,12 @@ class ActiveSamples:
             groups.append((prompt.start or 0, prompt.length, slice(len(samples), len(samples) + len(members))))
             samples += members
         slots = np.array([self.scheduler.slot_of[sample] for sample in samples], np.int64)
-        return np.array(samples, np.int64), slots, self._pages(samples), groups
+        return np.array(samples, np.int64), slots, self._pages(samples, slots), groups
 
-    def _pages(self, samples: Sequence[int]) -> np.ndarray:
+    def _pages(self, samples: Sequence[int], slots: np.ndarray) -> np.ndarray:
         """The pages of these samples, one row each."""
+        if not self.scheduler.grows:  # a sample's only page has the number of its slot
+            return slots[:, None]
         lists = [self.scheduler.pages_of[sample] for sample in samples]
         table = np.full((len(lists), max(map(len, lists), default=1)), self.cache.pages, np.int64)
         for row, pages in zip(table, lists, strict=True):

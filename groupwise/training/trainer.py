@@ -340,6 +340,7 @@ class Trainer:
                 if undo():
                     self._save_finished_steps(error)
                 raise
+            # Outside of the next block: a step without its record must not be saved.
             self.ranks.on_main("recording the step", partial(self._record, report))
             try:
                 self._after_step(report)
