@@ -1,8 +1,9 @@
 """Shared-prefix attention: a prompt is computed once and read by all of its completions.
 
 A packed row holds prompts followed by their completions. A completion attends to its prompt and to itself, a prompt to
-itself, and to nothing else. The softmax over both sets of keys splits into two independent attentions, which are merged
-by their log-sum-exps:
+itself, and to nothing else. Conversations that begin alike form a tree behind their prompt: a node attends to the
+prompt, to the nodes above it and to itself. The softmax over several sets of keys splits into independent attentions,
+which are merged by their log-sum-exps:
 
     out = Σ_i exp(lse_i − lse) out_i,   lse = log Σ_i exp(lse_i).
 
@@ -28,7 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from groupwise.errors import InputError
-from groupwise.model.flash import FLASH_DTYPES, shared_flash, varlen_flash
+from groupwise.model.flash import FLASH_DTYPES, shared_flash, tree_flash, varlen_flash
 
 IMPLEMENTATION = "groupwise"
 LAYOUT = "groupwise_layout"  # the keyword that carries a layout through a model's forward
@@ -81,10 +82,17 @@ class PackedLayout:
     """Prompts, then their completions, in one row.
 
     ``prompts`` are the prompts' lengths, ``completions[i]`` the lengths of the completions of prompt i. Positions are
-    those of a completion that stands alone behind its prompt.
+    those of a completion that stands alone behind its prompt. With ``parents``, the completions of a prompt are the
+    nodes of a tree, each followed by its descendants: ``parents[i][j]`` is the node before node j, −1 for the prompt.
     """
 
-    def __init__(self, prompts: Sequence[int], completions: Sequence[Sequence[int]], device: torch.device) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[int],
+        completions: Sequence[Sequence[int]],
+        device: torch.device,
+        parents: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.prompt_tokens = sum(prompts)
         grouped = [sum(lengths) for lengths in completions]
         sizes = [*prompts, *(length for lengths in completions for length in lengths if length)]
@@ -98,12 +106,16 @@ class PackedLayout:
             for (q0, q1), (k0, k1) in zip(pairwise(group_ends), pairwise(prompt_ends), strict=True)
             if q1 > q0
         ]
-        starts = [0] * len(prompts) + [
-            prompt for prompt, lengths in zip(prompts, completions, strict=True) for length in lengths if length
-        ]
+        starts = [0] * len(prompts)
+        self._above: list[list[slice]] = []  # with trees: the nodes above each node
+        self.deeper: list[tuple[slice, slice]] = []  # and for each inner node: its descendants, itself
+        if parents is None:
+            starts += [prompt for prompt, lengths in zip(prompts, completions, strict=True) for n in lengths if n]
+        else:
+            self._add_trees(starts, prompts, completions, parents)
         shift = np.array(starts, np.int64) - np.array(segment_ends[:-1], np.int64)
         self.positions = to_device(torch.from_numpy(np.arange(self.tokens) + shift.repeat(sizes)), device)
-        self._lengths = prompts, completions
+        self._sizes = [len([length for length in lengths if length]) for lengths in completions]
         # For the kernels: cumulative lengths, and the longest, rounded up so that few distinct numbers occur.
         self.segment_ends, self.prompt_ends, self.group_ends = (
             to_device(torch.tensor(ends, dtype=torch.int32), device) for ends in (segment_ends, prompt_ends, group_ends)
@@ -111,20 +123,40 @@ class PackedLayout:
         self.longest_segment, self.longest_prompt, self.longest_group = (
             _round_up(max(lengths, default=0)) for lengths in (sizes, prompts, grouped)
         )
-        self.longest = max(
-            (prompt + max(lengths, default=0) for prompt, lengths in zip(prompts, completions, strict=True)), default=0
-        )
-        self._windowed: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self.longest = max((start + size for start, size in zip(starts, sizes, strict=True)), default=0)
+        self._gathered: dict[int | None, tuple[Tensor, Tensor, int]] = {}
 
-    def prepare_windows(self, windows: Iterable[int]) -> None:
-        """Compute the keys for these sliding windows in advance.
+    def _add_trees(
+        self,
+        starts: list[int],
+        prompts: Sequence[int],
+        completions: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]],
+    ) -> None:
+        """Add the position at which each node starts, the nodes above it, and the pairs that attend across nodes."""
+        at = self.prompt_tokens
+        for prompt, lengths, above in zip(prompts, completions, parents, strict=True):
+            nodes = [slice(at + a, at + b) for a, b in pairwise([0, *accumulate(lengths)])]
+            chains: list[list[int]] = []
+            for parent in above:
+                chains.append([] if parent < 0 else [*chains[parent], parent])
+            starts += [prompt + sum(lengths[node] for node in chain) for chain in chains]
+            self._above += [[nodes[node] for node in chain] for chain in chains]
+            last = {node: child for child, chain in enumerate(chains) for node in chain}  # the last descendant of each
+            self.deeper += [(slice(nodes[node].stop, nodes[last[node]].stop), nodes[node]) for node in sorted(last)]
+            at += sum(lengths)
+
+    def prepare(self, windows: Iterable[int]) -> None:
+        """Compute the gathered keys for these sliding windows, and for trees, in advance.
 
         Inside a compiled layer, the first layer would compute them and the others find them cached, and gradient
         checkpointing would find them cached too: each case would be traced differently.
         """
         for window in windows:
             if window < self.longest:
-                self._windowed_keys(window)
+                self._gathered_keys(window)
+        if self.deeper:
+            self._gathered_keys(None)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         _, query, key, value, scale, window, softcap = inputs
@@ -133,10 +165,17 @@ class PackedLayout:
         if query.device.type == "cuda" and query.dtype in FLASH_DTYPES and query.shape[-1] <= 256 and softcap is None:
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
             if window is not None:
-                index, key_ends, longest = self._windowed_keys(window)
+                index, key_ends, longest = self._gathered_keys(window)
                 out = varlen_flash(
                     q, k[index], v[index], self.segment_ends, key_ends, self.longest_segment, longest, scale, window
                 )[0]
+            elif self.deeper:
+                index, key_ends, longest = self._gathered_keys(None)
+                out = tree_flash(
+                    q, k[: self.prompt_tokens], v[: self.prompt_tokens], k[index], v[index],
+                    self.segment_ends, key_ends, self.group_ends, self.prompt_ends,
+                    self.longest_segment, longest, self.longest_group, self.longest_prompt, scale,
+                )[0]  # fmt: skip
             else:
                 out = shared_flash(
                     q, k, v, self.segment_ends, self.group_ends, self.prompt_ends, self.prompt_tokens,
@@ -158,27 +197,29 @@ class PackedLayout:
             out = self._dense(query, key, value, scale, window, softcap)
         return out.transpose(0, 1)
 
-    def _windowed_keys(self, window: int) -> tuple[Tensor, Tensor, int]:
-        """Key indices per segment for a sliding window, the segments' ends among them, and the longest segment.
+    def _gathered_keys(self, window: int | None) -> tuple[Tensor, Tensor, int]:
+        """Key indices per segment, the segments' ends among them, and the longest segment.
 
-        The window's edge falls at a different prompt token for every query, so the prompt cannot be one block of keys
-        for all completions. Each completion gets its own copy of the prompt's last keys instead.
+        A segment's keys are its own copy of the keys before it, and itself. With a sliding window they are the last
+        keys that it can see: the window's edge falls at a different token for every query, so the prompt cannot be one
+        block of keys for all completions. Without one they are the nodes above it, as its prompt is attended to apart.
         """
-        if window not in self._windowed:
-            device = self.positions.device
-            prompts, completions = self._lengths
-            starts = [0, *accumulate(prompts)]
-            parts = [torch.arange(a, b) for a, b in pairwise(starts)]
-            at = self.prompt_tokens
-            for group, lengths in enumerate(completions):
-                for length in filter(None, lengths):
-                    seen = torch.arange(max(starts[group], starts[group + 1] - window + 1), starts[group + 1])
-                    parts.append(torch.cat([seen, torch.arange(at, at + length)]))
-                    at += length
-            sizes = [len(part) for part in parts]
+        if window not in self._gathered:
+            device, prompts = self.positions.device, self.segments[: len(self._sizes)]
+            prompt_of = [slice(0, 0)] * len(prompts)
+            prompt_of += [prompt for prompt, size in zip(prompts, self._sizes, strict=True) for _ in range(size)]
+            parts, sizes = [], []
+            for number, (segment, prompt) in enumerate(zip(self.segments, prompt_of, strict=True)):
+                above = self._nodes_above(number)
+                before = above if window is None else [prompt, *above]
+                seen = torch.cat([torch.zeros(0, dtype=torch.long), *(torch.arange(x.start, x.stop) for x in before)])
+                if window is not None:
+                    seen = seen[max(len(seen) - window + 1, 0) :]
+                parts += [seen, torch.arange(segment.start, segment.stop)]
+                sizes.append(len(seen) + segment.stop - segment.start)
             ends = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)
-            self._windowed[window] = torch.cat(parts).to(device), ends, _round_up(max(sizes))
-        return self._windowed[window]
+            self._gathered[window] = torch.cat(parts).to(device), ends, _round_up(max(sizes))
+        return self._gathered[window]
 
     def _dense(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
@@ -186,12 +227,18 @@ class PackedLayout:
         """With explicit scores: any device, dtype, window and softcap; differentiated by autograd."""
         key, value = (x.repeat_interleave(query.shape[0] // key.shape[0], 0) for x in (key, value))
 
-        def attend(rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
+        def attend(rows: slice, keys: slice | Tensor) -> tuple[Tensor, Tensor]:
             distance = self.positions[rows, None] - self.positions[None, keys]
             visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
             return _dense_attention(query[:, rows], key[:, keys], value[:, keys], scale, visible, softcap)
 
-        outs, lses = zip(*(attend(segment, segment) for segment in self.segments), strict=True)
+        def keys_of(number: int, segment: slice) -> slice | Tensor:
+            above = self._nodes_above(number)
+            parts = [torch.arange(part.start, part.stop, device=query.device) for part in (*above, segment)]
+            return torch.cat(parts) if above else segment
+
+        pieces = [attend(segment, keys_of(number, segment)) for number, segment in enumerate(self.segments)]
+        outs, lses = zip(*pieces, strict=True)
         segment_out, segment_lse = torch.cat(outs, 1), torch.cat(lses, 1)
         result, first = [segment_out[:, : self.prompt_tokens]], self.prompt_tokens
         for rows, keys in self.prefix:
@@ -200,11 +247,15 @@ class PackedLayout:
             first = rows.stop
         return torch.cat([*result, segment_out[:, first:]], 1)
 
+    def _nodes_above(self, segment: int) -> list[slice]:
+        node = segment - len(self._sizes)
+        return self._above[node] if self._above and node >= 0 else []
+
     def batches(self) -> list[tuple[int, slice, slice, bool]]:
         """Calls of the CPU kernel: number of groups, their rows, their keys, and whether they attend causally."""
         segments = merge_equal_groups([(segment, segment) for segment in self.segments])
-        prefixes = merge_equal_groups(self.prefix)
-        return [(*group, True) for group in segments] + [(*group, False) for group in prefixes]
+        across = merge_equal_groups(self.prefix) + merge_equal_groups(self.deeper)
+        return [(*group, True) for group in segments] + [(*group, False) for group in across]
 
 
 def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,7 +281,7 @@ class _SharedPrefix(torch.autograd.Function):
             places = ((query, rows), (wide_key, keys), (wide_value, keys))
             parts = _cpu_forward(*(_batched(x[:, at], number) for x, at in places), 0.0, causal, scale=scale)
             part_out, part_lse = (_unbatched(x) for x in parts)
-            if not causal:  # a prompt, after the completions themselves
+            if not causal:  # a prompt or a node, after the segments themselves
                 part_out, part_lse = merge_attention(out[:, rows], lse[:, rows], part_out, part_lse)
             out[:, rows], lse[:, rows] = part_out, part_lse
         ctx.save_for_backward(query, key, value, out, lse)

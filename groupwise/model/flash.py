@@ -62,17 +62,28 @@ def shared_flash(
     out, lse, rng, unused = _flash(
         query, key, value, segment_ends, segment_ends, longest_segment, longest_segment, causal=True, scale=scale
     )
-    if prompt_tokens < len(query):
-        part_out, part_lse, _, _ = _flash(
-            query[prompt_tokens:], key[:prompt_tokens], value[:prompt_tokens], group_ends, prompt_ends,
-            longest_group, longest_prompt, causal=False, scale=scale,
-        )  # fmt: skip
-        segment_lse = lse[:, prompt_tokens:]
-        joint = torch.logaddexp(segment_lse, part_lse)
-        share = (part_lse - joint).exp_().T.unsqueeze(-1)  # the prompt's part of the probability, (n, H, 1)
-        out[prompt_tokens:] = torch.lerp(out[prompt_tokens:].float(), part_out.float(), share)
-        lse[:, prompt_tokens:] = joint
+    _merge_prompts(
+        out, lse, query, key[:prompt_tokens], value[:prompt_tokens], group_ends, prompt_ends, longest_group,
+        longest_prompt, scale,
+    )  # fmt: skip
     return out, lse, rng, unused
+
+
+def _merge_prompts(
+    out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, group_ends: Tensor, prompt_ends: Tensor,
+    longest_group: int, longest_prompt: int, scale: float,
+) -> None:  # fmt: skip
+    """Merge into ``out`` and ``lse`` the attention of what follows the prompts to these ``key`` and ``value``."""
+    n = len(key)
+    if n == len(query):
+        return
+    part_out, part_lse, _, _ = _flash(
+        query[n:], key, value, group_ends, prompt_ends, longest_group, longest_prompt, causal=False, scale=scale
+    )
+    joint = torch.logaddexp(lse[:, n:], part_lse)
+    share = (part_lse - joint).exp_().T.unsqueeze(-1)  # the prompt's part of the probability, (rows, H, 1)
+    out[n:] = torch.lerp(out[n:].float(), part_out.float(), share)
+    lse[:, n:] = joint
 
 
 @torch.library.custom_op("groupwise::shared_flash_backward", mutates_args=())
@@ -86,16 +97,29 @@ def _shared_backward(
         grad, query, key, value, out, lse, segment_ends, segment_ends, longest_segment, longest_segment, 0.0, True,
         rng, unused, scale=scale,
     )  # fmt: skip
-    if prompt_tokens < len(query):
-        n = prompt_tokens
-        prefix_grads = _backward(
-            grad[n:], query[n:], key[:n], value[:n], out[n:], lse[:, n:].contiguous(), group_ends, prompt_ends,
-            longest_group, longest_prompt, 0.0, False, rng, unused, scale=scale,
+    n = prompt_tokens
+    if n < len(query):
+        prefix_grads = _prompts_backward(
+            grad, query, key[:n], value[:n], out, lse, rng, unused, group_ends, prompt_ends, longest_group,
+            longest_prompt, scale,
         )  # fmt: skip
         grads[0][n:] += prefix_grads[0]
         grads[1][:n] += prefix_grads[1]
         grads[2][:n] += prefix_grads[2]
     return grads[0], grads[1], grads[2]
+
+
+def _prompts_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, rng: Tensor, unused: Tensor,
+    group_ends: Tensor, prompt_ends: Tensor, longest_group: int, longest_prompt: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of `_merge_prompts`: of the queries behind the prompts, and of the prompts' keys and values."""
+    n = len(key)
+    grads: tuple[Tensor, Tensor, Tensor] = _backward(
+        grad[n:], query[n:], key, value, out[n:], lse[:, n:].contiguous(), group_ends, prompt_ends,
+        longest_group, longest_prompt, 0.0, False, rng, unused, scale=scale,
+    )  # fmt: skip
+    return grads
 
 
 def _shared_grad(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -105,6 +129,66 @@ def _shared_grad(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 shared_flash.register_fake(_forward_shapes)
 _shared_backward.register_fake(_backward_shapes)
 shared_flash.register_autograd(_shared_grad, setup_context=_save_inputs)
+
+
+@torch.library.custom_op("groupwise::tree_flash", mutates_args=())
+def tree_flash(
+    query: Tensor, key: Tensor, value: Tensor, own_key: Tensor, own_value: Tensor, segment_ends: Tensor,
+    own_ends: Tensor, group_ends: Tensor, prompt_ends: Tensor,
+    longest_segment: int, longest_own: int, longest_group: int, longest_prompt: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As `shared_flash`, but each segment has its own keys: copies of the nodes above it, then itself.
+
+    ``key`` and ``value`` are the prompts'. The segments are aligned with their own keys at their ends.
+    """
+    out, lse, rng, unused = _flash(
+        query, own_key, own_value, segment_ends, own_ends, longest_segment, longest_own, causal=True, scale=scale
+    )
+    _merge_prompts(out, lse, query, key, value, group_ends, prompt_ends, longest_group, longest_prompt, scale)
+    return out, lse, rng, unused
+
+
+@torch.library.custom_op("groupwise::tree_flash_backward", mutates_args=())
+def _tree_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, own_key: Tensor, own_value: Tensor, out: Tensor,
+    lse: Tensor, rng: Tensor, unused: Tensor, segment_ends: Tensor, own_ends: Tensor, group_ends: Tensor,
+    prompt_ends: Tensor, longest_segment: int, longest_own: int, longest_group: int, longest_prompt: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad = grad.contiguous()
+    query_grad, own_key_grad, own_value_grad = _backward(
+        grad, query, own_key, own_value, out, lse, segment_ends, own_ends, longest_segment, longest_own, 0.0, True,
+        rng, unused, scale=scale,
+    )  # fmt: skip
+    key_grad, value_grad = torch.zeros_like(key), torch.zeros_like(value)
+    if len(key) < len(query):
+        prefix_grads = _prompts_backward(
+            grad, query, key, value, out, lse, rng, unused, group_ends, prompt_ends, longest_group, longest_prompt,
+            scale,
+        )  # fmt: skip
+        query_grad[len(key) :] += prefix_grads[0]
+        key_grad, value_grad = prefix_grads[1], prefix_grads[2]
+    return query_grad, key_grad, value_grad, own_key_grad, own_value_grad
+
+
+def _save_tree_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.numbers = inputs[9:]
+    ctx.save_for_backward(*inputs[:5], *output, *inputs[5:9])
+
+
+def _tree_grad(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    return *_tree_backward(grad, *ctx.saved_tensors, *ctx.numbers), *[None] * 9
+
+
+def _tree_backward_shapes(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, own_key: Tensor, own_value: Tensor, *args: Any
+) -> tuple[Tensor, ...]:
+    tensors = (query, key, value, own_key, own_value)
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
+
+
+tree_flash.register_fake(_forward_shapes)
+_tree_backward.register_fake(_tree_backward_shapes)
+tree_flash.register_autograd(_tree_grad, setup_context=_save_tree_inputs)
 
 
 @torch.library.custom_op("groupwise::varlen_flash", mutates_args=())

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from groupwise.core.filters import KeptSets, keep_sampling_mask
 from groupwise.core.logps import logps_from_logits, selective_logps
+from groupwise.core.sequences import TokenSequence
 from groupwise.model.attention import PackedLayout, to_device
 from groupwise.model.handle import ModelHandle, prepare
 from groupwise.model.packing import Ids, PackInputs, lengths_of, split_into_packs
+from groupwise.model.tree import pack_trees
 
 
 class TokenLogps(NamedTuple):
@@ -144,8 +146,21 @@ def iter_pack_states(
 
 
 def _predicting_states(handle: ModelHandle, pack: PackInputs) -> Tensor:
-    run = _plain_logits if handle.fallback_reason else _packed_states
-    return run(handle, pack.prompts, pack.completions)
+    if handle.fallback_reason:
+        return _plain_logits(handle, pack.prompts, pack.sequences or pack.completions)
+    if pack.sequences is not None:
+        return _tree_states(handle, pack.prompts, pack.sequences)
+    return _packed_states(handle, pack.prompts, pack.completions)
+
+
+def _tree_states(
+    handle: ModelHandle, prompts: Sequence[Tensor], sequences: Sequence[Sequence[TokenSequence]]
+) -> Tensor:
+    """The states of conversations, each distinct beginning computed once."""
+    trees = pack_trees(prompts, sequences)
+    layout = PackedLayout([len(ids) for ids in prompts], trees.lengths, handle.device, parents=trees.parents)
+    hidden = handle.hidden(to_device(trees.row, handle.device)[None], layout.positions[None], layout)[0]
+    return _take(hidden, to_device(trees.sources, handle.device))
 
 
 def _packed_states(handle: ModelHandle, prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -183,7 +198,9 @@ def _sources(prompt_lengths: np.ndarray, sizes: np.ndarray, lengths: np.ndarray)
     return torch.from_numpy(np.where(within == 0, (prompt_ends.repeat(sizes) - 1).repeat(lengths), previous))
 
 
-def _plain_logits(handle: ModelHandle, prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor]]) -> Tensor:
+def _plain_logits(
+    handle: ModelHandle, prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor | TokenSequence]]
+) -> Tensor:
     """The plain computation: each sample is a row with its prompt, padded on the right, through the model's forward.
 
     A causal model does not look ahead, so the contents of the padding do not matter.
@@ -193,12 +210,19 @@ def _plain_logits(handle: ModelHandle, prompts: Sequence[Tensor], completions: S
     width = max(len(prompt) + len(ids) for prompt, ids in pairs)
     rows = torch.zeros(len(pairs), width, dtype=torch.long)
     attention_mask = torch.zeros_like(rows)
-    for row, (prompt, ids) in enumerate(pairs):
+    predicting: list[slice | Tensor] = []
+    for row, (prompt, sequence) in enumerate(pairs):
+        first = len(prompt) - 1
+        if isinstance(sequence, TokenSequence):
+            ids = sequence.ids
+            predicting.append(to_device(first + sequence.places, device))
+        else:
+            ids = sequence
+            predicting.append(slice(first, first + len(ids)))
         rows[row, : len(prompt) + len(ids)] = torch.cat([prompt, ids])
         attention_mask[row, : len(prompt) + len(ids)] = 1
     logits = handle.model(input_ids=rows.to(device), attention_mask=attention_mask.to(device), use_cache=False).logits
-    predicting = [logits[row, len(prompt) - 1 : len(prompt) + len(ids) - 1] for row, (prompt, ids) in enumerate(pairs)]
-    return torch.cat(predicting)
+    return torch.cat([logits[row, places] for row, places in enumerate(predicting)])
 
 
 def _logps_of_logits(logits: Tensor, ids: Tensor, temperature: float, kept: KeptSets | None, with_entropy: bool) -> Any:

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from groupwise.core.filters import KeptSets
+from groupwise.core.sequences import TokenSequence
 from groupwise.errors import InputError
 from groupwise.model.handle import ModelHandle
+from groupwise.model.tree import plan_tree_packs, sort_contexts
 
 CPU_TOKENS, MAX_TOKENS = 4096, 65536
 MEMORY_SHARE = 0.35  # of a GPU, for the activations of one pack
 
-Ids = Sequence[int] | Tensor
+Ids = Sequence[int] | Tensor | TokenSequence
 
 
 class PackInputs(NamedTuple):
@@ -26,6 +28,7 @@ class PackInputs(NamedTuple):
     prompts: list[Tensor]
     completions: list[list[Tensor]]  # by prompt
     kept: KeptSets | None
+    sequences: list[list[TokenSequence]] | None = None  # by prompt, if these are conversations
 
 
 def plan_packs(
@@ -107,6 +110,9 @@ def split_into_packs(
     if handle.sharded is not None and not len(prompts):
         yield from [_without_samples()] * handle.sharded.most(0)
         return
+    if any(isinstance(ids, TokenSequence) for members in completions for ids in members):
+        yield from _split_conversations(handle, prompts, completions, kept, token_budget)
+        return
     prompt_ids, completion_ids = _as_groups(handle, *_checked(handle, prompts, completions))
     prompt_lengths, lengths = [len(ids) for ids in prompt_ids], lengths_of(completion_ids)
     if token_budget is None:
@@ -127,6 +133,55 @@ def split_into_packs(
         chosen = [[flat[sample] for sample in members] for members in pack.values()]
         yield PackInputs(torch.tensor(samples), [prompt_ids[group] for group in pack], chosen, sets)
     yield from [_without_samples()] * more
+
+
+def _split_conversations(
+    handle: ModelHandle,
+    prompts: Sequence[Ids],
+    sequences: Sequence[Sequence[Ids]],
+    kept: KeptSets | None,
+    token_budget: int | None,
+) -> Iterator[PackInputs]:
+    """`split_into_packs` for conversations: what members of a group begin with in common counts once."""
+    prompt_ids, groups = _as_groups(handle, *_checked_conversations(handle, prompts, sequences))
+    contexts = [sort_contexts(members) for members in groups]
+    if token_budget is None:
+        longest = max(len(ids) + max(order.lengths) for ids, order in zip(prompt_ids, contexts, strict=True))
+        token_budget = max(default_token_budget(handle), longest)
+    flat = [sequence for members in groups for sequence in members]
+    ends = [0, *accumulate(int(sequence.sampled.sum()) for sequence in flat)]
+    if kept is not None and len(kept) != ends[-1]:
+        raise InputError(f"{len(kept)} kept sets were given for {ends[-1]} sampled tokens")
+    starts = [0, *accumulate(len(members) for members in groups)]
+    plan = plan_tree_packs([len(ids) for ids in prompt_ids], contexts, token_budget)
+    for pack in plan:
+        samples = [starts[group] + member for group, members in pack.items() for member in members]
+        chosen = [[groups[group][member] for member in members] for group, members in pack.items()]
+        sets = None
+        if kept is not None:
+            tokens = [torch.arange(ends[sample], ends[sample + 1]) for sample in samples]
+            sets = kept.select(torch.cat(tokens)).to(handle.device)
+        completions = [[sequence.completion for sequence in members] for members in chosen]
+        yield PackInputs(torch.tensor(samples), [prompt_ids[group] for group in pack], completions, sets, chosen)
+    yield from [_without_samples()] * (0 if handle.sharded is None else handle.sharded.most(len(plan)) - len(plan))
+
+
+def _checked_conversations(
+    handle: ModelHandle, prompts: Sequence[Ids], sequences: Sequence[Sequence[Ids]]
+) -> tuple[list[Tensor], list[list[TokenSequence]]]:
+    prompt_ids, _ = _checked(handle, prompts, [[_all_ids(ids) for ids in members] for members in sequences])
+    conversations = [
+        [
+            ids if isinstance(ids, TokenSequence) else TokenSequence(torch.as_tensor(ids), torch.ones(len(ids)).bool())
+            for ids in members
+        ]
+        for members in sequences
+    ]
+    return prompt_ids, conversations
+
+
+def _all_ids(ids: Ids) -> Ids:
+    return ids.ids if isinstance(ids, TokenSequence) else ids
 
 
 def _without_samples() -> PackInputs:

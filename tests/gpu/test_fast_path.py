@@ -19,6 +19,7 @@ from groupwise.model.handle import prepare
 from groupwise.model.logprobs import completion_logps
 from groupwise.model.precision import MasterWeights, set_precision
 from tests.model.models import ARCHITECTURES, padded_logps, random_groups, tiny
+from tests.model.test_tree import random_conversations
 
 pytestmark = pytest.mark.gpu
 
@@ -125,10 +126,11 @@ def test_the_kernel_samples_what_the_sampler_samples(settings, kind):
 @pytest.mark.parametrize(
     ("name", "compile"), [*((name, False) for name in ARCHITECTURES), ("llama", True), ("gemma3", True)]
 )
-def test_packed_equals_padded(name, compile):
+@pytest.mark.parametrize("turns", [1, 3])
+def test_packed_equals_padded(name, compile, turns):
     """float32 with explicit scores; bfloat16 with flash kernels, as accurate as the padded pass."""
     truth_model = tiny(name, torch.float32).cuda()
-    prompts, completions = random_groups(*RAGGED)
+    prompts, completions = random_groups(*RAGGED) if turns == 1 else random_conversations(seed=1)
     truth = padded_logps(prepare(truth_model, plain=True), prompts, completions).logps
     wanted = gradients(truth_model, truth.sum())
     packed = completion_logps(prepare(truth_model, compile=compile), prompts, completions).logps
