@@ -211,6 +211,38 @@ class SamplingSection(Section):
     """what samples: "engine" (groupwise's own), "vllm" ([vllm]), or the name of an installed plug-in"""
 
 
+class EnvironmentSection(Section):
+    """tools and environments: conversations of several turns"""
+
+    tools: list[str] = Field(default_factory=list)
+    """functions that the model may call, as module:function or file.py:function, or built in: arithmetic, python"""
+    factory: str | None = None
+    """an environment, as module:Class or file.py:Class: reset(**row), methods as tools, get_reward(), as in TRL, or
+    groupwise's own form"""
+    max_turns: Count = 10
+    """turns of the model in a conversation"""
+    max_tokens: Count | None = None
+    """tokens of a conversation after its prompt, sampled and given; default: what the model's context holds"""
+    max_tool_calls: Count = 50
+    """tool calls in a conversation"""
+    max_reply_chars: Annotated[int, Field(ge=100, lt=2**31)] = 20_000
+    """characters of one message of a tool or environment; a longer one loses its middle"""
+    turn_seconds: Positive = 60.0
+    """time limit of an environment's answer to a turn, with its tool calls"""
+    tool_seconds: Positive = 20.0
+    """time limit of one tool call"""
+    wait_seconds: Positive = 120.0
+    """time limit of an environment's start, of its reward and of its end"""
+    retries: CountOrZero = 1
+    """how often a conversation whose environment failed is begun again; then its group is left out"""
+    call_format: str | None = None
+    """how the model writes tool calls, such as "hermes"; default: by its chat template"""
+    chat_template: str | None = None
+    """file with a chat template that keeps earlier turns as they were; default: the model's"""
+    allow_network: bool = False
+    """the tool python may run where its network cannot be taken away"""
+
+
 class VllmSection(Section):
     """vLLM as the generator: servers, or in this process"""
 
@@ -685,6 +717,7 @@ class Recipe(Section):
     """[[rewards]]: added to the task's own"""
     scoring: ScoringSection = Field(default_factory=ScoringSection)
     sampling: SamplingSection = Field(default_factory=SamplingSection)
+    environment: EnvironmentSection = Field(default_factory=EnvironmentSection)
     vllm: VllmSection = Field(default_factory=VllmSection)
     advantages: AdvantagesSection = Field(default_factory=AdvantagesSection)
     grouping: GroupingSection = Field(default_factory=GroupingSection)

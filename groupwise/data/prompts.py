@@ -202,9 +202,20 @@ def completion_for_reward(prompt: Any, text: str) -> Any:
 
 
 def reward_inputs(
-    rows: Sequence[Mapping[str, Any]], texts: Sequence[str], prompt_column: str
+    rows: Sequence[Mapping[str, Any]],
+    texts: Sequence[str],
+    prompt_column: str,
+    conversations: Sequence[list[Message]] | None = None,
 ) -> tuple[list[Any], list[Any], dict[str, list[Any]]]:
-    """What rewards take for completions of these rows, a text for each: prompts, completions, and the other columns."""
+    """What rewards take for completions of these rows, a text for each: prompts, completions, and the other columns.
+
+    ``conversations``: all messages after the prompt, if completions have several turns; for prompts that are messages.
+    """
     prompts = [row[prompt_column] for row in rows]
     completions = [completion_for_reward(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+    if conversations is not None:
+        completions = [
+            text if isinstance(prompt, str) else messages
+            for prompt, text, messages in zip(prompts, completions, conversations, strict=True)
+        ]
     return prompts, completions, columns_of(rows, without=prompt_column)

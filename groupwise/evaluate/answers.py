@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from groupwise.data import Prompt, decode_completions, reward_inputs, where_of
+from groupwise.data.prompts import Message
 from groupwise.data.rows import name_completion
 from groupwise.errors import ConfigError, RewardError
 from groupwise.generate.types import Generator, Sampling, Stop
@@ -40,6 +42,20 @@ class Evaluation:
         return Interval(self.metrics[name], self.metrics[f"{name}_low"], self.metrics[f"{name}_high"])
 
 
+class Answers(NamedTuple):
+    """What was sampled for some rows, one entry per completion."""
+
+    texts: list[str]
+    ids: list[list[int]]
+    stop_reasons: list[str]
+    rows: list[TaskRow]  # as rewards get them
+    conversations: list[list[Message]] | None = None  # the completions, if they have several turns
+
+
+Sample = Callable[[Sequence[TaskRow], Sequence[Prompt], Sequence[int]], Answers]
+"""Samples completions of rows with these prompts and keys."""
+
+
 def evaluate(
     generator: Generator,
     tokenizer: Any,
@@ -56,9 +72,11 @@ def evaluate(
     trainer_state: Any = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     each_reward: bool = False,
+    sample: Sample | None = None,
 ) -> Evaluation:
     """Sample ``samples`` completions of every row; grade them, and score them if there is a ``scorer``.
 
+    ``sample`` replaces the generator, for completions that are conversations.
     ``each_reward``: also report the mean and the standard deviation of each reward function, and of their sum.
     Rewards are computed for ``score_batch`` completions at a time, so that their time limit is that of a batch.
     ``trainer_state`` is passed to the reward functions that take it.
@@ -69,18 +87,18 @@ def evaluate(
         )
     if not grades and scorer is None:
         raise ConfigError("there is nothing to evaluate by: the task has neither grades nor rewards")
-    texts: list[str] = []
-    tokens: list[list[int]] = []
-    reasons: list[str] = []
+    sample = sample or partial(_sample, generator, tokenizer, samples, sampling, stop)
+    parts: list[Answers] = []
     for start in range(0, len(rows), CHUNK):
-        chunk = [prompt.ids for prompt in prompts[start : start + CHUNK]]
-        keys = list(range(start, start + len(chunk)))
-        rollout = generator.generate(chunk, samples, sampling, stop=stop, keys=keys)
-        completions = decode_completions(tokenizer, rollout.ids, rollout.lengths)
-        texts += completions.texts
-        tokens += completions.ids
-        reasons += rollout.stop_reasons
-        progress(start + len(chunk), len(rows))
+        chunk = slice(start, min(start + CHUNK, len(rows)))
+        parts.append(sample(rows[chunk], prompts[chunk], range(chunk.start, chunk.stop)))
+        progress(chunk.stop, len(rows))
+    texts, tokens, reasons, scored_rows = (
+        [value for part in parts for value in getattr(part, name)] for name in ("texts", "ids", "stop_reasons", "rows")
+    )
+    conversations = None
+    if parts[0].conversations is not None:
+        conversations = [messages for part in parts for messages in part.conversations or ()]
     row_of_each = [row for row in rows for _ in range(samples)]
     lengths = list(map(len, tokens))
     metrics: dict[str, float] = {}
@@ -105,7 +123,8 @@ def evaluate(
             record[name] = result
     if scorer is not None:
         places = [name_completion(record["where"], record["sample"], samples) for record in answers]
-        columns = _rewards(scorer, row_of_each, texts, tokens, prompt_column, score_batch, trainer_state, places)
+        completions = reward_inputs(scored_rows, texts, prompt_column, conversations)
+        columns = _rewards(scorer, *completions, tokens, score_batch, trainer_state, places)
         rewards = weighted_total(columns, [function.weight for function in scorer.functions]).tolist()
         _add_mean(metrics, REWARD, rewards, samples)
         metrics[f"{REWARD}_unscored"] = sum(map(math.isnan, rewards)) / len(rewards)
@@ -122,12 +141,28 @@ def evaluate(
     return Evaluation(metrics, answers)
 
 
+def _sample(
+    generator: Generator,
+    tokenizer: Any,
+    samples: int,
+    sampling: Sampling,
+    stop: Stop | None,
+    rows: Sequence[TaskRow],
+    prompts: Sequence[Prompt],
+    keys: Sequence[int],
+) -> Answers:
+    rollout = generator.generate([prompt.ids for prompt in prompts], samples, sampling, stop=stop, keys=keys)
+    completions = decode_completions(tokenizer, rollout.ids, rollout.lengths)
+    repeated = [row for row in rows for _ in range(samples)]
+    return Answers(completions.texts, completions.ids, list(rollout.stop_reasons), repeated)
+
+
 def _rewards(
     scorer: Scorer,
-    rows: Sequence[TaskRow],
-    texts: Sequence[str],
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    columns: Mapping[str, Sequence[Any]],
     tokens: Sequence[Sequence[int]],
-    prompt_column: str,
     score_batch: int,
     trainer_state: Any,
     places: Sequence[str],
@@ -135,10 +170,12 @@ def _rewards(
     """The rewards ``(B, K)`` of each completion; NaN where a function skipped it, and in the row of one that failed."""
     parts: list[Tensor] = []
     failures: list[str] = []
-    for start in range(0, len(rows), score_batch):
+    for start in range(0, len(prompts), score_batch):
         batch = slice(start, start + score_batch)
         scores = scorer.score(
-            *reward_inputs(rows[batch], texts[batch], prompt_column),
+            prompts[batch],
+            completions[batch],
+            {name: column[batch] for name, column in columns.items()},
             completion_ids=tokens[batch],
             trainer_state=trainer_state,
             places=places[batch],

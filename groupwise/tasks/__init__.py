@@ -16,6 +16,7 @@ __all__ = ["TASKS", "Grade", "Task", "TaskDefinition", "TaskReport", "TaskRow", 
 TASKS = {
     "rows": "groupwise.tasks.rows:rows_task",
     "quiz": "groupwise.tasks.quiz:quiz_task",
+    "game": "groupwise.tasks.game:game_task",
     "gsm8k": "groupwise.tasks.gsm8k:gsm8k_task",
     "usmle": "groupwise.usmle.task:USMLE",
 }

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from groupwise.config import Recipe
 from groupwise.config.layers import read_options
+from groupwise.environments import EnvironmentFactory
 from groupwise.errors import ConfigError
 from groupwise.redaction import resolve_secrets
 from groupwise.rewards.contract import RewardFunction
@@ -29,7 +30,8 @@ class Task:
     ``held_out`` are rows, or several sets of rows by name, whose metrics are ``eval/NAME/…``.
     ``grades`` are for evaluation only; the one named ``metric`` selects the best checkpoint. Without grades, held-out
     rows are evaluated by the mean reward. ``examples`` are (prompt, completion) pairs for SFT. ``notes`` are shown when
-    a run starts. ``health_checks`` adds to those of `training.monitor.checks`: each gets the recent steps and
+    a run starts. ``environment`` makes the environment that answers the model's turns; without one a completion is a
+    single turn. ``health_checks`` adds to those of `training.monitor.checks`: each gets the recent steps and
     returns a warning or None.
     """
 
@@ -40,6 +42,7 @@ class Task:
     grades: Mapping[str, Grade] = field(default_factory=dict)
     metric: str | None = None
     examples: Sequence[tuple[Any, str]] = ()
+    environment: EnvironmentFactory | None = None
     stop: tuple[str, ...] = ()
     system_prompt: str | None = None
     goal: float | None = None

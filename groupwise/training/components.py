@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from groupwise.config import Recipe
+from groupwise.conversations import EpisodeSampler
 from groupwise.data import Prompt, PromptBuilder
 from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ConfigError
@@ -37,6 +38,7 @@ from groupwise.tasks import Task
 from groupwise.tasks.base import TaskRow
 from groupwise.text import Say, plural
 from groupwise.training.display.base import BYTES, Display
+from groupwise.training.environments import make_episode_sampler, template_arguments
 from groupwise.training.inputs import RunInputs, check_metric, load_inputs, measured_metrics, read_phases
 from groupwise.training.preference import PREFERENCE_ACCURACY
 from groupwise.training.preference.dataset_pairs import PairSplits, load_pairs
@@ -81,6 +83,7 @@ class RunComponents(RunInputs):
     train: PromptSet
     held_out: PromptSet
     builder: PromptBuilder
+    episodes: EpisodeSampler | None  # if completions are conversations
     stop: Stop | None
     pairs: PairSplits
     teacher: Teacher | None = None  # loaded for training only
@@ -165,11 +168,13 @@ def load_components(
     with report_fetches(_fetch_report(recipe.model.source, display)):
         model, tokenizer = _load_model(recipe, model, tokenizer, on_cpu=shards)
     display.stage(f"building prompts from {plural(len(task.train) + len(task.held_out_rows), 'row')}")
+    episodes = make_episode_sampler(recipe, inputs.environment, task, tokenizer, model, say=say)
+    kwargs = resolve_secrets(recipe.data.chat_template_kwargs, "data.chat_template_kwargs")
     builder = PromptBuilder(
         tokenizer,
         system_prompt=recipe.data.system_prompt if recipe.data.system_prompt is not None else task.system_prompt,
         chat=recipe.data.chat,
-        chat_template_kwargs=resolve_secrets(recipe.data.chat_template_kwargs, "data.chat_template_kwargs"),
+        chat_template_kwargs={**kwargs, **template_arguments(episodes)},
         max_prompt_length=recipe.data.max_prompt_length,
         on_too_long=recipe.data.on_too_long,
         assistant_last=recipe.data.assistant_last,
@@ -216,6 +221,7 @@ def load_components(
         train=train,
         held_out=held_out,
         builder=builder,
+        episodes=episodes,
         stop=StopStrings(tokenizer, stop_strings) if stop_strings else None,
         pairs=load_pairs(recipe, builder, handle.context_length, learns=learns_from_pairs, say=say),
         teacher=teacher,

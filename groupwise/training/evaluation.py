@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from groupwise.config import Recipe
+from groupwise.data import Prompt
 from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation, evaluate
-from groupwise.evaluate.answers import REWARD
+from groupwise.evaluate.answers import REWARD, Answers
 from groupwise.generate import Generator, Sampling
 from groupwise.generate.engine import watched
 from groupwise.generate.registry import make_generator
 from groupwise.model.packing import default_token_budget
 from groupwise.rewards import Scorer
+from groupwise.seeds import derive_seed
+from groupwise.tasks import TaskRow
 from groupwise.text import Say, plural
 from groupwise.training.components import PromptSet, RunComponents, load_components
 from groupwise.training.display.base import Display
 from groupwise.training.extras import check_extras
 from groupwise.training.preference import LOGP_ACCURACY, PREFERENCE_ACCURACY
 from groupwise.training.preference.dataset_pairs import PairSampler, logp_accuracy
-from groupwise.training.seeds import derive_seed
+from groupwise.training.rollout.episodes import episode_starts, reward_columns
 from groupwise.training.update.reference import Reference
 
 RowProgress = Callable[[float, int, int], None]
@@ -105,6 +109,13 @@ def _evaluate_rows(
     trainer_state: Any,
 ) -> Evaluation:
     settings, recipe = components.recipe.evaluate, components.recipe
+    sampling = Sampling(
+        max_new_tokens=settings.max_new_tokens or recipe.sampling.max_new_tokens,
+        temperature=settings.temperature or 1.0,
+        greedy=settings.temperature == 0,
+        seed=derive_seed("evaluation", recipe.train.seed),
+    )
+    sample = None if components.episodes is None else partial(_converse, components, generator, sampling)
     return evaluate(
         generator,
         components.tokenizer,
@@ -113,18 +124,39 @@ def _evaluate_rows(
         grades=components.task.grades,
         scorer=components.scorer if settings.rewards or not components.task.grades else None,
         each_reward=settings.rewards,
-        sampling=Sampling(
-            max_new_tokens=settings.max_new_tokens or recipe.sampling.max_new_tokens,
-            temperature=settings.temperature or 1.0,
-            greedy=settings.temperature == 0,
-            seed=derive_seed("evaluation", recipe.train.seed),
-        ),
+        sampling=sampling,
         samples=settings.samples,
         stop=components.stop,
         prompt_column=recipe.data.prompt,
         score_batch=recipe.train.prompts_per_step * recipe.sampling.samples_per_prompt,
         trainer_state=trainer_state,
         progress=progress,
+        sample=sample,
+    )
+
+
+def _converse(
+    components: RunComponents,
+    generator: Generator,
+    sampling: Sampling,
+    rows: Sequence[TaskRow],
+    prompts: Sequence[Prompt],
+    keys: Sequence[int],
+) -> Answers:
+    """Held-out rows as conversations. One whose environment fails, even afresh, ends where it was, without a reward."""
+    recipe, sampler = components.recipe, components.episodes
+    if sampler is None:
+        raise ConfigError("these completions are no conversations: the run has no environment")
+    seeds = [derive_seed("held-out environment", recipe.train.seed, key) for key in keys]
+    starts = episode_starts(components.builder, rows, prompts, recipe.data.prompt, seeds, keys)
+    groups = sampler.sample(generator, starts, recipe.evaluate.samples, sampling, stop=components.stop)
+    episodes = [(row, episode) for row, members in zip(rows, groups, strict=True) for episode in members]
+    return Answers(
+        texts=[episode.text for _, episode in episodes],
+        ids=[episode.joined("ids").tolist() for _, episode in episodes],
+        stop_reasons=[episode.stop_reason for _, episode in episodes],
+        rows=[{**row, **reward_columns(episode)} for row, episode in episodes],
+        conversations=[episode.messages for _, episode in episodes],
     )
 
 

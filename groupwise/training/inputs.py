@@ -5,7 +5,7 @@ Everything that can be wrong with a recipe by itself, or with its rows and rewar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from groupwise.tasks import Task, find_task, load_task
 from groupwise.text import Say, plural
 from groupwise.training.display.base import Display
 from groupwise.training.early_checks import check_processes, secret_notes
+from groupwise.training.environments import REWARD_COLUMNS, RunEnvironment, check_conversations, load_environment
 from groupwise.training.extras import groups_by_similarity
 from groupwise.training.preference import PREFERENCE_ACCURACY
 from groupwise.training.rollout.advantages import AdvantageFunction, GroupingFunction, find_advantage, find_grouping
@@ -38,6 +39,7 @@ class RunInputs:
     """The parts of a run that are checked before its folder is created and its model is loaded."""
 
     task: Task
+    environment: RunEnvironment | None  # None if a completion is a single turn
     scorer: Scorer | None  # None if no completion is ever scored
     loss: Loss
     advantage: AdvantageFunction | None  # None for the built-in one
@@ -51,6 +53,8 @@ def load_inputs(
     *,
     task: Task | None = None,
     rewards: Sequence[Any] = (),
+    tools: Sequence[Callable[..., Any]] = (),
+    environment: Any = None,
     say: Say = lambda text: None,
     display: Display | None = None,
     ranks: Ranks | None = None,
@@ -68,6 +72,10 @@ def load_inputs(
         task = load_task(recipe)
     for note in (*task.notes, *secret_notes(recipe)):
         say(note)
+    surroundings = load_environment(recipe, task, tools=tools, environment=environment)
+    if surroundings is not None:
+        check_conversations(recipe, task, 1 if ranks is None else ranks.size)
+        rewards = [*surroundings.rewards, *rewards]
     scorer = make_scorer(recipe, task, rewards, needed=samples and needs_rewards(recipe, driven), ranks=ranks)
     if scorer is not None:
         scorer.on_call = lambda names: display.stage(f"scoring: {names}")
@@ -80,9 +88,11 @@ def load_inputs(
     if (metric := recipe.evaluate.metric) is not None and (held_out or pairs):
         check_metric(metric, measured_metrics(task, recipe, rows=bool(held_out), pairs=pairs))
     if scorer is not None and (task.train or held_out):
-        scorer.check_arguments(dict.fromkeys(key for row in task.train or held_out for key in row))
+        columns = dict.fromkeys(key for row in task.train or held_out for key in row)
+        scorer.check_arguments([*columns, *(() if surroundings is None else REWARD_COLUMNS)])
     return RunInputs(
         task=task,
+        environment=surroundings,
         scorer=scorer,
         loss=loss,
         advantage=find_advantage(recipe.advantages.function),

@@ -18,9 +18,9 @@ from groupwise.distributed.split import split_by_cost
 from groupwise.errors import ConfigError, NotFiniteError
 from groupwise.model.logprobs import TokenLogps, iter_packs
 from groupwise.model.precision import MasterWeights
+from groupwise.seeds import derive_seed
 from groupwise.training.components import RunComponents
 from groupwise.training.errors import retry_with_less_memory
-from groupwise.training.seeds import derive_seed
 
 
 class SupervisedFineTuning:

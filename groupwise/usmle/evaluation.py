@@ -11,12 +11,12 @@ from groupwise.config import Recipe, with_settings
 from groupwise.generate.registry import make_generator
 from groupwise.paths import kind_of
 from groupwise.rundir import package_versions
+from groupwise.seeds import derive_seed
 from groupwise.tasks import TaskReport, find_task
 from groupwise.tasks.rows import listed
 from groupwise.text import Say, plural
 from groupwise.training.components import load_components
 from groupwise.training.extras import check_extras
-from groupwise.training.seeds import derive_seed
 from groupwise.usmle.compare import ExamComparison, compare
 from groupwise.usmle.exam import ExamProgress, ModelUnderTest, run_exam
 from groupwise.usmle.records import ModelAnswer

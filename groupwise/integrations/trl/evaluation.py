@@ -17,12 +17,12 @@ from groupwise.data import Order
 from groupwise.generate import Generator
 from groupwise.integrations.trl.logs import MetricAverages, batch_metrics, update_metrics
 from groupwise.model.logprobs import completion_logps
+from groupwise.seeds import derive_seed
 from groupwise.tasks.base import TaskRow
 from groupwise.training.components import RunComponents
 from groupwise.training.rollout.advantages import compute_group_advantages
 from groupwise.training.rollout.batch import Batch, GroupAdvantages, join
 from groupwise.training.rollout.collector import RolloutCollector, pool_metrics
-from groupwise.training.seeds import derive_seed
 from groupwise.training.update.minibatch import build_minibatch
 from groupwise.training.update.objective import MicroBatch, Objective, needs_ref_logps
 from groupwise.training.update.reference import Reference

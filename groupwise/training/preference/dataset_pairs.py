@@ -16,13 +16,13 @@ from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ConfigError
 from groupwise.model.handle import ModelHandle, eval_mode
 from groupwise.model.packing import default_token_budget
+from groupwise.seeds import derive_seed
 from groupwise.stats import mean_interval
 from groupwise.tasks.base import TaskRow
 from groupwise.tasks.rows import read_section
 from groupwise.text import Say
 from groupwise.training.preference import LOGP_ACCURACY, PREFERENCE_ACCURACY
 from groupwise.training.preference.reference_cache import TokenPair, pair_lengths, pair_logps, reference_logps
-from groupwise.training.seeds import derive_seed
 from groupwise.training.update.minibatch import DatasetPairs
 from groupwise.training.update.objective import pairs_loss
 from groupwise.training.update.reference import Reference

@@ -23,13 +23,13 @@ from groupwise.grouping.grouper import SimilarityGrouper
 from groupwise.grouping.labels import LABELS, compute_single_member_mask, similarity_group_labels
 from groupwise.rewards import RewardFunction, Scorer, weighted_total
 from groupwise.rewards.contract import no_scores
+from groupwise.seeds import derive_seed
 from groupwise.tasks.base import TaskRow
 from groupwise.text import Say, plural
 from groupwise.training.display.base import Display
 from groupwise.training.errors import retry_with_less_memory
 from groupwise.training.rollout.batch import Batch, GroupAdvantages, join
 from groupwise.training.rollout.penalties import penalty_columns
-from groupwise.training.seeds import derive_seed
 
 Timer = Callable[[str], AbstractContextManager[None]]
 

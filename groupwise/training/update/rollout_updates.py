@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from groupwise.config import Recipe
+from groupwise.seeds import derive_seed
 from groupwise.training.display.base import Display
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
-from groupwise.training.seeds import derive_seed
 from groupwise.training.update.minibatch import DatasetPairs, MiniBatch, split_minibatches
 from groupwise.training.update.result import UpdateResult
 from groupwise.training.update.saved_minibatches import read_minibatches, totals_of, write_minibatches

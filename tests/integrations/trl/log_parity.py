@@ -21,7 +21,7 @@ import groupwise.integrations.trl.trainer
 import groupwise.training.trainer
 from groupwise.integrations.trl.trainer import GRPOTrainer as DropIn
 from groupwise.model.tiny import tiny_tokenizer
-from groupwise.training.seeds import derive_seed
+from groupwise.seeds import derive_seed
 from groupwise.trl import GRPOConfig as DropInConfig
 from tests.integrations.trl.parity import EOS, LONGEST, ROWS, SETTINGS, ForcedGenerator, in_float64, make_model
 

@@ -29,8 +29,8 @@ from groupwise.integrations.trl.translate import translate
 from groupwise.model.logprobs import completion_logps
 from groupwise.model.tiny import tiny_tokenizer
 from groupwise.rewards import named
+from groupwise.seeds import derive_seed
 from groupwise.tasks import Task
-from groupwise.training.seeds import derive_seed
 from groupwise.training.trainer import Callback, Trainer
 from tests.model.models import SIZE
 from tests.training.runs import RecordingDisplay

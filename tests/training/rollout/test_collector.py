@@ -15,10 +15,10 @@ from groupwise.data import Order, Prompt
 from groupwise.generate.local import LocalGenerator
 from groupwise.generate.types import Rollout
 from groupwise.rewards import Scorer, named
+from groupwise.seeds import derive_seed
 from groupwise.training.rollout.advantages import compute_group_advantages
 from groupwise.training.rollout.batch import join
 from groupwise.training.rollout.collector import RolloutCollector
-from groupwise.training.seeds import derive_seed
 from tests.training.factories import make_batch, make_trainer, short_recipe
 
 

@@ -1,0 +1,32 @@
+"""Conversations of several turns: chat templates turn by turn, what the model said, and episodes with environments."""
+
+from __future__ import annotations
+
+from groupwise.conversations.call_formats import CALL_FORMATS
+from groupwise.conversations.episodes import OUTCOMES, Episode, SampledTokens, Turn
+from groupwise.conversations.families import FAMILIES, Family, family_of
+from groupwise.conversations.formats import ChatFormat, PlainFormat, TurnFormat
+from groupwise.conversations.parsed_turn import ParsedTurn, parse_turn
+from groupwise.conversations.sampler import EpisodeLimits, EpisodeSampler, EpisodeStart, share_prompt
+from groupwise.conversations.template import TurnTemplate
+
+__all__ = [
+    "CALL_FORMATS",
+    "FAMILIES",
+    "OUTCOMES",
+    "ChatFormat",
+    "Episode",
+    "EpisodeLimits",
+    "EpisodeSampler",
+    "EpisodeStart",
+    "Family",
+    "ParsedTurn",
+    "PlainFormat",
+    "SampledTokens",
+    "Turn",
+    "TurnFormat",
+    "TurnTemplate",
+    "family_of",
+    "parse_turn",
+    "share_prompt",
+]

@@ -1,0 +1,112 @@
+"""An episode: one conversation of the model with an environment, from the prompt to its reward."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from groupwise.core.filters import KeptSets
+from groupwise.core.sequences import TokenSequence, join_segments
+from groupwise.environments import AssistantTurn, Message
+
+OUTCOMES = ("done", "turn_limit", "token_limit", "failed")
+
+
+class SampledTokens(NamedTuple):
+    """What the generator returned for one turn of ``t`` tokens."""
+
+    ids: Tensor  # (t,)
+    logps: Tensor  # (t,)
+    filtered_logps: Tensor  # (t,)
+    versions: Tensor  # (t,)
+    kept: KeptSets | None
+    stop_reason: str
+
+
+@dataclass
+class Turn:
+    """A sampled turn, and what the environment answered."""
+
+    sampled: SampledTokens
+    said: AssistantTurn
+    state: Hashable = None  # the environment's before the turn, if it tells
+    messages: list[Message] = field(default_factory=list)  # shown to the model before its next turn
+    given: list[int] = field(default_factory=list)  # as tokens
+    reward: float | None = None
+    calls: int = 0
+    failed_calls: int = 0
+
+
+@dataclass
+class Episode:
+    """``opening`` are the tokens that follow the prompt of its group, if conversations of a group start differently."""
+
+    prompt: list[int]
+    turns: list[Turn] = field(default_factory=list)
+    opening: list[int] = field(default_factory=list)
+    outcome: str | None = None  # of OUTCOMES; None while it goes on
+    reward: float | None = None
+    rewards: dict[str, float] = field(default_factory=dict)  # by name, if the environment has several
+    counts: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None  # why the environment failed
+    attempts: int = 1
+
+    @property
+    def context(self) -> list[int]:
+        """All tokens so far."""
+        ids = [*self.prompt, *self.opening]
+        for turn in self.turns:
+            ids += turn.sampled.ids.tolist()
+            ids += turn.given
+        return ids
+
+    @property
+    def sequence(self) -> TokenSequence:
+        """The tokens after the prompt of its group."""
+        segments: list[tuple[list[int] | Tensor, bool]] = [(self.opening, False)]
+        for turn in self.turns:
+            segments += [(turn.sampled.ids, True), (turn.given, False)]
+        return join_segments(segments)
+
+    @property
+    def text(self) -> str:
+        """What the model said in all turns, a line or more for each, without its thinking and its calls."""
+        return "\n".join(turn.said.text for turn in self.turns)
+
+    @property
+    def messages(self) -> list[Message]:
+        """All messages after the prompt."""
+        messages: list[Message] = []
+        for turn in self.turns:
+            said: Message = {"role": "assistant", "content": turn.said.text}
+            if turn.said.calls:
+                said["tool_calls"] = [
+                    {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                    for call in turn.said.calls
+                ]
+            messages += [said, *turn.messages]
+        return messages
+
+    @property
+    def stop_reason(self) -> str:
+        """Why the conversation ended, in the generator's words: "length" at a limit or after a failure."""
+        return self.turns[-1].sampled.stop_reason if self.outcome == "done" else "length"
+
+    def joined(self, name: str) -> Tensor:
+        """A field of `SampledTokens` for the sampled tokens of all turns, ``(t,)``."""
+        parts: list[Tensor] = [getattr(turn.sampled, name) for turn in self.turns]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
+
+    @property
+    def kept(self) -> list[KeptSets]:
+        """The token sets of all turns, in order."""
+        return [turn.sampled.kept for turn in self.turns if turn.sampled.kept is not None]
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether anything was sampled."""
+        return any(len(turn.sampled.ids) for turn in self.turns)

@@ -1,0 +1,95 @@
+"""How the turns of a conversation become tokens: by a chat template, or as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from groupwise.conversations.call_formats import CALL_FORMATS
+from groupwise.conversations.parsed_turn import parse_turn
+from groupwise.conversations.template import TurnTemplate
+from groupwise.environments import AssistantTurn, Message
+from groupwise.errors import ConfigError, check_choice
+
+
+class TurnFormat(Protocol):
+    """stop_ids: tokens that end a turn; None for the model's.
+    keeps_cut_turns: a turn that reached its maximal length is a turn like any other. Otherwise it ends the
+    conversation, because its end is missing.
+    """
+
+    stop_ids: tuple[int, ...] | None
+    keeps_cut_turns: bool
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of these messages, up to where the model speaks."""
+
+    def given_after(self, replies: Sequence[Message], turn: Sequence[int]) -> list[int]:
+        """The tokens between a sampled turn and the next one."""
+
+    def parse(self, turn: Sequence[int], calls_before: int) -> AssistantTurn:
+        """What the model said in these tokens, in a conversation with so many calls of tools before."""
+
+
+class ChatFormat:
+    """Turns of a chat template."""
+
+    keeps_cut_turns = False
+
+    def __init__(self, template: TurnTemplate, call_format: str | None = None) -> None:
+        self.template = template
+        self.call_format = template.family.call_format if call_format is None else call_format
+        check_choice("environment.call_format:", self.call_format, CALL_FORMATS, ConfigError)
+        self.stop_ids: tuple[int, ...] | None = template.stop_ids
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        return self.template.prompt(messages)
+
+    def given_after(self, replies: Sequence[Message], turn: Sequence[int]) -> list[int]:
+        if not self.template.has_tool_role:
+            replies = [{**message, "role": "user"} if message["role"] == "tool" else message for message in replies]
+        return self.template.given_after(replies, self.template.ended(turn))
+
+    def parse(self, turn: Sequence[int], calls_before: int) -> AssistantTurn:
+        parsed = parse_turn(
+            self.template.turn_text(turn),
+            self.call_format,
+            opens_thinking=self.template.opens_thinking,
+            tools=self.template.tools,
+            first_call=calls_before,
+        )
+        return AssistantTurn(parsed.content, parsed.calls, parsed.problems, parsed.thinking or None)
+
+
+class PlainFormat:
+    """Text without a chat template: the contents of messages follow each other as they are.
+
+    What looks like a special token in a message is encoded as ordinary text.
+    """
+
+    stop_ids: tuple[int, ...] | None = None
+    keeps_cut_turns = True
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        if any(message["role"] == "system" for message in messages):
+            raise ConfigError(
+                "a system message needs a chat template; set data.chat = true, or write it into the prompts"
+            )
+        ids: list[int] = self.tokenizer(_text(messages), split_special_tokens=True)["input_ids"]
+        return ids
+
+    def given_after(self, replies: Sequence[Message], turn: Sequence[int]) -> list[int]:
+        options = {"add_special_tokens": False, "split_special_tokens": True}
+        ids: list[int] = self.tokenizer(_text(replies), **options)["input_ids"]
+        return ids
+
+    def parse(self, turn: Sequence[int], calls_before: int) -> AssistantTurn:
+        text = self.tokenizer.decode(turn, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return AssistantTurn(text)
+
+
+def _text(messages: Sequence[Message]) -> str:
+    return "".join(message["content"] for message in messages)
