@@ -7,22 +7,31 @@ from groupwise.conversations.episodes import OUTCOMES, Episode, SampledTokens, T
 from groupwise.conversations.families import FAMILIES, Family, family_of
 from groupwise.conversations.formats import ChatFormat, PlainFormat, TurnFormat
 from groupwise.conversations.parsed_turn import ParsedTurn, parse_turn
+from groupwise.conversations.plain_text import PlainTextTemplate
 from groupwise.conversations.sampler import EpisodeLimits, EpisodeSampler, EpisodeStart, share_prompt
+from groupwise.conversations.segments import Conversation, GivenTokens, SampledTurn, Segment
 from groupwise.conversations.template import TurnTemplate
+from groupwise.conversations.tool_calls import ToolCall
 
 __all__ = [
     "CALL_FORMATS",
     "FAMILIES",
     "OUTCOMES",
     "ChatFormat",
+    "Conversation",
     "Episode",
     "EpisodeLimits",
     "EpisodeSampler",
     "EpisodeStart",
     "Family",
+    "GivenTokens",
     "ParsedTurn",
     "PlainFormat",
+    "PlainTextTemplate",
     "SampledTokens",
+    "SampledTurn",
+    "Segment",
+    "ToolCall",
     "Turn",
     "TurnFormat",
     "TurnTemplate",

@@ -1,0 +1,36 @@
+"""A call of a tool, as a model wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+CALL_ID = "call{:05d}"  # nine letters and digits, which every chat template takes
+
+
+class ToolCall(NamedTuple):
+    name: str
+    arguments: dict[str, Any]
+    id: str
+
+
+class FoundCalls(NamedTuple):
+    """What a format finds in a text: the rest of the text, the calls, and what is wrong with others."""
+
+    content: str
+    calls: list[ToolCall]
+    problems: list[str]
+
+
+class CallError(Exception):
+    """What is wrong with a call, in a sentence without its end."""
+
+
+def parameters_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The schema of each parameter, by the names of the tools: ``{"search": {"query": {"type": "string"}}}``."""
+    parameters = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        schema = function.get("parameters") or {}
+        parameters[str(function.get("name"))] = dict(schema.get("properties") or {})
+    return parameters
