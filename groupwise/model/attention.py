@@ -1,9 +1,9 @@
 """Shared-prefix attention: a prompt is computed once and read by all of its completions.
 
 A packed row holds prompts followed by their completions. A completion attends to its prompt and to itself, a prompt to
-itself, and to nothing else. Conversations that begin alike form a tree behind their prompt: a node attends to the
-prompt, to the nodes above it and to itself. The softmax over several sets of keys splits into independent attentions,
-which are merged by their log-sum-exps:
+itself, and to nothing else. (In a `groupwise.model.tree_attention.TreeLayout` completions may also share their
+beginnings.) The softmax over both sets of keys splits into two independent attentions, which are merged by their
+log-sum-exps:
 
     out = Σ_i exp(lse_i − lse) out_i,   lse = log Σ_i exp(lse_i).
 
@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from functools import cached_property
+from itertools import pairwise, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,10 +30,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from groupwise.errors import InputError
-from groupwise.model.flash import FLASH_DTYPES, shared_flash, tree_flash, varlen_flash
+from groupwise.model.flash import FLASH_DTYPES, shared_flash, varlen_flash
 
 IMPLEMENTATION = "groupwise"
 LAYOUT = "groupwise_layout"  # the keyword that carries a layout through a model's forward
+
+Lengths = Sequence[int] | np.ndarray
+Places = slice | Tensor  # along a dimension
 
 
 class AttentionInputs(NamedTuple):
@@ -81,110 +85,68 @@ AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 class PackedLayout:
     """Prompts, then their completions, in one row.
 
-    ``prompts`` are the prompts' lengths, ``completions[i]`` the lengths of the completions of prompt i. Positions are
-    those of a completion that stands alone behind its prompt. With ``parents``, the completions of a prompt are the
-    nodes of a tree, each followed by its descendants: ``parents[i][j]`` is the node before node j, −1 for the prompt.
+    ``prompts`` are the prompts' lengths, ``sizes`` the number of completions of each, ``completions`` their lengths.
+    Positions are those of a completion that stands alone behind its prompt.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[int],
-        completions: Sequence[Sequence[int]],
-        device: torch.device,
-        parents: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        self.prompt_tokens = sum(prompts)
-        grouped = [sum(lengths) for lengths in completions]
-        sizes = [*prompts, *(length for lengths in completions for length in lengths if length)]
-        self.tokens = sum(sizes)
-        prompt_ends, group_ends = [0, *accumulate(prompts)], [0, *accumulate(grouped)]
-        segment_ends = [0, *accumulate(sizes)]
-        # For loops in Python: the segments that attend to themselves, and which rows attend to which prompt.
-        self.segments = [slice(a, b) for a, b in pairwise(segment_ends)]
-        self.prefix = [
-            (slice(self.prompt_tokens + q0, self.prompt_tokens + q1), slice(k0, k1))
-            for (q0, q1), (k0, k1) in zip(pairwise(group_ends), pairwise(prompt_ends), strict=True)
-            if q1 > q0
-        ]
-        starts = [0] * len(prompts)
-        self._above: list[list[slice]] = []  # with trees: the nodes above each node
-        self.deeper: list[tuple[slice, slice]] = []  # and for each inner node: its descendants, itself
-        if parents is None:
-            starts += [prompt for prompt, lengths in zip(prompts, completions, strict=True) for n in lengths if n]
-        else:
-            self._add_trees(starts, prompts, completions, parents)
-        shift = np.array(starts, np.int64) - np.array(segment_ends[:-1], np.int64)
-        self.positions = to_device(torch.from_numpy(np.arange(self.tokens) + shift.repeat(sizes)), device)
-        self._sizes = [len([length for length in lengths if length]) for lengths in completions]
+    deeper: Sequence[tuple[int, Places, Places, bool]] = ()  # further `calls`, whose results are merged in this order
+
+    def __init__(self, prompts: Lengths, sizes: Lengths, completions: Lengths, device: torch.device) -> None:
+        prompts, sizes, completions = (np.asarray(x, np.int64) for x in (prompts, sizes, completions))
+        present = completions > 0
+        self._prompts, self._prompt_of = prompts, np.arange(len(prompts)).repeat(sizes)[present]
+        grouped = np.zeros_like(prompts)
+        np.add.at(grouped, self._prompt_of, completions[present])
+        segments = np.concatenate([prompts, completions[present]])
+        self.prompt_tokens, self.tokens = int(prompts.sum()), int(segments.sum())
+        prompt_ends, group_ends, segment_ends = (np.append(0, x.cumsum()) for x in (prompts, grouped, segments))
+        self._ends = prompt_ends, group_ends, segment_ends
+        starts = np.concatenate([np.zeros_like(prompts), prompts[self._prompt_of]])
+        shift = starts - segment_ends[:-1]
+        self.positions = to_device(torch.from_numpy(np.arange(self.tokens) + shift.repeat(segments)), device)
         # For the kernels: cumulative lengths, and the longest, rounded up so that few distinct numbers occur.
         self.segment_ends, self.prompt_ends, self.group_ends = (
-            to_device(torch.tensor(ends, dtype=torch.int32), device) for ends in (segment_ends, prompt_ends, group_ends)
+            to_device(torch.from_numpy(ends.astype(np.int32)), device)
+            for ends in (segment_ends, prompt_ends, group_ends)
         )
         self.longest_segment, self.longest_prompt, self.longest_group = (
-            _round_up(max(lengths, default=0)) for lengths in (sizes, prompts, grouped)
+            round_up(int(lengths.max(initial=0))) for lengths in (segments, prompts, grouped)
         )
-        self.longest = max((start + size for start, size in zip(starts, sizes, strict=True)), default=0)
-        self._gathered: dict[int | None, tuple[Tensor, Tensor, int]] = {}
+        self.longest = int((starts + segments).max(initial=0))
+        self._windowed: dict[int, tuple[Tensor, Tensor, int]] = {}
 
-    def _add_trees(
-        self,
-        starts: list[int],
-        prompts: Sequence[int],
-        completions: Sequence[Sequence[int]],
-        parents: Sequence[Sequence[int]],
-    ) -> None:
-        """Add the position at which each node starts, the nodes above it, and the pairs that attend across nodes."""
-        at = self.prompt_tokens
-        for prompt, lengths, above in zip(prompts, completions, parents, strict=True):
-            nodes = [slice(at + a, at + b) for a, b in pairwise([0, *accumulate(lengths)])]
-            chains: list[list[int]] = []
-            for parent in above:
-                chains.append([] if parent < 0 else [*chains[parent], parent])
-            starts += [prompt + sum(lengths[node] for node in chain) for chain in chains]
-            self._above += [[nodes[node] for node in chain] for chain in chains]
-            last = {node: child for child, chain in enumerate(chains) for node in chain}  # the last descendant of each
-            self.deeper += [(slice(nodes[node].stop, nodes[last[node]].stop), nodes[node]) for node in sorted(last)]
-            at += sum(lengths)
-
-    def prepare(self, windows: Iterable[int]) -> None:
-        """Compute the gathered keys for these sliding windows, and for trees, in advance.
+    def prepare_windows(self, windows: Iterable[int]) -> None:
+        """Compute the keys for these sliding windows in advance.
 
         Inside a compiled layer, the first layer would compute them and the others find them cached, and gradient
         checkpointing would find them cached too: each case would be traced differently.
         """
         for window in windows:
             if window < self.longest:
-                self._gathered_keys(window)
-        if self.deeper:
-            self._gathered_keys(None)
+                self._windowed_keys(window)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         _, query, key, value, scale, window, softcap = inputs
         if window is not None and window >= self.longest:
             window = None  # it hides nothing
         if query.device.type == "cuda" and query.dtype in FLASH_DTYPES and query.shape[-1] <= 256 and softcap is None:
-            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-            if window is not None:
-                index, key_ends, longest = self._gathered_keys(window)
-                out = varlen_flash(
-                    q, k[index], v[index], self.segment_ends, key_ends, self.longest_segment, longest, scale, window
-                )[0]
-            elif self.deeper:
-                index, key_ends, longest = self._gathered_keys(None)
-                out = tree_flash(
-                    q, k[: self.prompt_tokens], v[: self.prompt_tokens], k[index], v[index],
-                    self.segment_ends, key_ends, self.group_ends, self.prompt_ends,
-                    self.longest_segment, longest, self.longest_group, self.longest_prompt, scale,
-                )[0]  # fmt: skip
-            else:
-                out = shared_flash(
-                    q, k, v, self.segment_ends, self.group_ends, self.prompt_ends, self.prompt_tokens,
-                    self.longest_segment, self.longest_group, self.longest_prompt, scale,
-                )[0]  # fmt: skip
+            out = self._flash(*(x[0].transpose(0, 1) for x in (query, key, value)), scale, window)
         else:
             out = self._by_segments(query[0], key[0], value[0], scale, window, softcap)
         attended: Tensor = out.unsqueeze(0)
         return attended
+
+    def _flash(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        if window is not None:
+            index, key_ends, longest = self._windowed_keys(window)
+            return varlen_flash(
+                query, key[index], value[index], self.segment_ends, key_ends, self.longest_segment, longest, scale,
+                window,
+            )[0]  # fmt: skip
+        return shared_flash(
+            query, key, value, self.segment_ends, self.group_ends, self.prompt_ends, self.prompt_tokens,
+            self.longest_segment, self.longest_group, self.longest_prompt, scale,
+        )[0]  # fmt: skip
 
     # Dynamo would unroll its loops and recompile for every layout.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -197,29 +159,24 @@ class PackedLayout:
             out = self._dense(query, key, value, scale, window, softcap)
         return out.transpose(0, 1)
 
-    def _gathered_keys(self, window: int | None) -> tuple[Tensor, Tensor, int]:
-        """Key indices per segment, the segments' ends among them, and the longest segment.
+    def _windowed_keys(self, window: int) -> tuple[Tensor, Tensor, int]:
+        """Key indices per segment for a sliding window, the segments' ends among them, and the longest segment.
 
-        A segment's keys are its own copy of the keys before it, and itself. With a sliding window they are the last
-        keys that it can see: the window's edge falls at a different token for every query, so the prompt cannot be one
-        block of keys for all completions. Without one they are the nodes above it, as its prompt is attended to apart.
+        The window's edge falls at a different prompt token for every query, so the prompt cannot be one block of keys
+        for all completions. Each completion gets its own copy of the prompt's last keys instead.
         """
-        if window not in self._gathered:
-            device, prompts = self.positions.device, self.segments[: len(self._sizes)]
-            prompt_of = [slice(0, 0)] * len(prompts)
-            prompt_of += [prompt for prompt, size in zip(prompts, self._sizes, strict=True) for _ in range(size)]
-            parts, sizes = [], []
-            for number, (segment, prompt) in enumerate(zip(self.segments, prompt_of, strict=True)):
-                above = self._nodes_above(number)
-                before = above if window is None else [prompt, *above]
-                seen = torch.cat([torch.zeros(0, dtype=torch.long), *(torch.arange(x.start, x.stop) for x in before)])
-                if window is not None:
-                    seen = seen[max(len(seen) - window + 1, 0) :]
-                parts += [seen, torch.arange(segment.start, segment.stop)]
-                sizes.append(len(seen) + segment.stop - segment.start)
-            ends = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)
-            self._gathered[window] = torch.cat(parts).to(device), ends, _round_up(max(sizes))
-        return self._gathered[window]
+        if window not in self._windowed:
+            device, count = self.positions.device, len(self._prompts)
+            prompt_ends, _, segment_ends = self._ends
+            seen = np.minimum(self._prompts, window - 1)[self._prompt_of]  # of each completion's prompt
+            own = np.diff(segment_ends[count:])
+            starts = np.stack([prompt_ends[1:][self._prompt_of] - seen, segment_ends[count:-1]], 1).flatten()
+            lengths = np.concatenate([self._prompts, np.stack([seen, own], 1).flatten()])
+            keys = torch.from_numpy(_ranges(np.concatenate([prompt_ends[:-1], starts]), lengths))
+            sizes = np.concatenate([self._prompts, seen + own])
+            ends = torch.from_numpy(np.append(0, sizes.cumsum()).astype(np.int32))
+            self._windowed[window] = keys.to(device), ends.to(device), round_up(int(sizes.max()))
+        return self._windowed[window]
 
     def _dense(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
@@ -227,35 +184,54 @@ class PackedLayout:
         """With explicit scores: any device, dtype, window and softcap; differentiated by autograd."""
         key, value = (x.repeat_interleave(query.shape[0] // key.shape[0], 0) for x in (key, value))
 
-        def attend(rows: slice, keys: slice | Tensor) -> tuple[Tensor, Tensor]:
+        def attend(rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
             distance = self.positions[rows, None] - self.positions[None, keys]
             visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-            return _dense_attention(query[:, rows], key[:, keys], value[:, keys], scale, visible, softcap)
+            return dense_attention(query[:, rows], key[:, keys], value[:, keys], scale, visible, softcap)
 
-        def keys_of(number: int, segment: slice) -> slice | Tensor:
-            above = self._nodes_above(number)
-            parts = [torch.arange(part.start, part.stop, device=query.device) for part in (*above, segment)]
-            return torch.cat(parts) if above else segment
-
-        pieces = [attend(segment, keys_of(number, segment)) for number, segment in enumerate(self.segments)]
-        outs, lses = zip(*pieces, strict=True)
+        prompt_ends, group_ends, segment_ends = (ends.tolist() for ends in self._ends)
+        segments = [slice(a, b) for a, b in pairwise(segment_ends)]
+        outs, lses = zip(*(attend(segment, segment) for segment in segments), strict=True)
         segment_out, segment_lse = torch.cat(outs, 1), torch.cat(lses, 1)
         result, first = [segment_out[:, : self.prompt_tokens]], self.prompt_tokens
-        for rows, keys in self.prefix:
+        for (q0, q1), keys in zip(pairwise(group_ends), starmap(slice, pairwise(prompt_ends)), strict=True):
+            if q0 == q1:
+                continue
+            rows = slice(first, first + q1 - q0)
             merged, _ = merge_attention(segment_out[:, rows], segment_lse[:, rows], *attend(rows, keys))
             result.append(merged)
             first = rows.stop
         return torch.cat([*result, segment_out[:, first:]], 1)
 
-    def _nodes_above(self, segment: int) -> list[slice]:
-        node = segment - len(self._sizes)
-        return self._above[node] if self._above and node >= 0 else []
+    @cached_property
+    def calls(self) -> list[tuple[int, Places, Places, bool]]:
+        """Calls of the CPU kernel: number of groups, their rows, their keys, and whether they attend causally.
 
-    def batches(self) -> list[tuple[int, slice, slice, bool]]:
-        """Calls of the CPU kernel: number of groups, their rows, their keys, and whether they attend causally."""
-        segments = merge_equal_groups([(segment, segment) for segment in self.segments])
-        across = merge_equal_groups(self.prefix) + merge_equal_groups(self.deeper)
-        return [(*group, True) for group in segments] + [(*group, False) for group in across]
+        Segments of equal length are one call, wherever they are: thousands of short answers have few lengths.
+        """
+        prompt_ends, group_ends, segment_ends = self._ends
+        calls: list[tuple[int, Places, Places, bool]] = []
+        lengths = np.diff(segment_ends)
+        for length in np.unique(lengths):
+            starts = segment_ends[:-1][lengths == length]
+            places = _places(starts, length)
+            calls.append((len(starts), places, places, True))
+        pairs = np.stack([np.diff(group_ends), np.diff(prompt_ends)], 1)
+        for rows, keys in np.unique(pairs[pairs[:, 0] > 0], axis=0):
+            equal = (pairs == (rows, keys)).all(1)
+            first = _places(self.prompt_tokens + group_ends[:-1][equal], rows)
+            calls.append((int(equal.sum()), first, _places(prompt_ends[:-1][equal], keys), False))
+        return calls
+
+    @cached_property
+    def merges(self) -> list[slice]:
+        """The completions of adjacent prompts that are equal in length and in tokens of completions."""
+        prompt_ends, group_ends, _ = self._ends
+        bounds = (group_ends + self.prompt_tokens).tolist()
+        groups = zip(starmap(slice, pairwise(bounds)), starmap(slice, pairwise(prompt_ends.tolist())), strict=True)
+        return [
+            rows for _, rows, _ in merge_equal_groups([group for group in groups if group[0].start < group[0].stop])
+        ]
 
 
 def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -277,13 +253,21 @@ class _SharedPrefix(torch.autograd.Function):
         wide_key, wide_value = (x.repeat_interleave(repeat, 0) for x in (key, value))
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
-        for number, rows, keys, causal in layout.batches():
+        # Attention to the prompts, in memory as the kernel returns it.
+        prefix_out, prefix_lse = (x.new_empty(x.transpose(0, 1).shape).transpose(0, 1) for x in (out, lse))
+        for number, rows, keys, causal in layout.calls:
             places = ((query, rows), (wide_key, keys), (wide_value, keys))
-            parts = _cpu_forward(*(_batched(x[:, at], number) for x, at in places), 0.0, causal, scale=scale)
-            part_out, part_lse = (_unbatched(x) for x in parts)
-            if not causal:  # a prompt or a node, after the segments themselves
-                part_out, part_lse = merge_attention(out[:, rows], lse[:, rows], part_out, part_lse)
-            out[:, rows], lse[:, rows] = part_out, part_lse
+            parts = _cpu_forward(*(_batched(x, at, number) for x, at in places), 0.0, causal, scale=scale)
+            for total, part in zip((out, lse) if causal else (prefix_out, prefix_lse), parts, strict=True):
+                total[:, rows] = _unbatched(part)
+        # Not all rows at once: a vectorised loop and its remainder round differently, and seeded runs must not change.
+        for rows in layout.merges:
+            own, prefix = (out[:, rows], lse[:, rows]), (prefix_out[:, rows], prefix_lse[:, rows])
+            out[:, rows], lse[:, rows] = merge_attention(*own, *prefix)
+        for number, rows, keys, causal in layout.deeper:
+            places = ((query, rows), (wide_key, keys), (wide_value, keys))
+            parts = _cpu_forward(*(_batched(x, at, number) for x, at in places), 0.0, causal, scale=scale)
+            out[:, rows], lse[:, rows] = merge_attention(out[:, rows], lse[:, rows], *map(_unbatched, parts))
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.layout, ctx.scale = layout, scale
         return out
@@ -297,9 +281,9 @@ class _SharedPrefix(torch.autograd.Function):
         key, value = (x.repeat_interleave(repeat, 0) for x in (key, value))
         grads = [torch.zeros_like(x) for x in (query, key, value)]
         tensors = (grad, query, key, value, out, lse)
-        for number, rows, keys, causal in layout.batches():
+        for number, rows, keys, causal in (*layout.calls, *layout.deeper):
             places = zip(tensors, (rows, rows, keys, keys, rows, rows), strict=True)
-            parts = _cpu_backward(*(_batched(x[:, at], number) for x, at in places), 0.0, causal, scale=ctx.scale)
+            parts = _cpu_backward(*(_batched(x, at, number) for x, at in places), 0.0, causal, scale=ctx.scale)
             for total, share, at in zip(grads, parts, (rows, keys, keys), strict=True):
                 total[:, at] += _unbatched(share)
         if repeat > 1:
@@ -326,8 +310,24 @@ def merge_equal_groups(groups: Sequence[tuple[slice, slice]]) -> list[tuple[int,
     return merged
 
 
-def _batched(x: Tensor, number: int) -> Tensor:
-    """(H, n · L, …) as (n, H, L, …)."""
+def _places(starts: np.ndarray, length: int) -> Places:
+    """The places of ranges of equal length: a slice if they are adjacent."""
+    first, last = int(starts[0]), int(starts[-1]) + int(length)
+    if last - first == len(starts) * length:
+        return slice(first, last)
+    return torch.from_numpy((starts[:, None] + np.arange(length)).flatten())
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The numbers of all these ranges, one range after another."""
+    ends = lengths.cumsum()
+    numbers: np.ndarray = np.arange(lengths.sum()) + (starts - ends + lengths).repeat(lengths)
+    return numbers
+
+
+def _batched(x: Tensor, places: Places, number: int) -> Tensor:
+    """These places of (H, N, …), n groups of L, as (n, H, L, …)."""
+    x = x[:, places] if isinstance(places, slice) else x.index_select(1, places)
     return x.reshape(x.shape[0], number, -1, *x.shape[2:]).transpose(0, 1)
 
 
@@ -344,10 +344,10 @@ def partial_attention(
         out, lse = _cpu_forward(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
         # For a query that sees no key the kernel does not return −inf.
         return out, lse if visible is None else lse.masked_fill(~visible.any(-1), -math.inf)
-    return _dense_attention(query, key, value, scale, visible, softcap)
+    return dense_attention(query, key, value, scale, visible, softcap)
 
 
-def _dense_attention(
+def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scale
@@ -370,7 +370,7 @@ def _softcapped_attention(
         rows, columns = query.shape[2], key.shape[2]
         mask = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)
     visible = mask if mask.dtype == torch.bool else mask == 0
-    return _dense_attention(query, key, value, scale, visible[..., : key.shape[2]], softcap)[0].transpose(1, 2)
+    return dense_attention(query, key, value, scale, visible[..., : key.shape[2]], softcap)[0].transpose(1, 2)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -378,5 +378,5 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _round_up(number: int, unit: int = 128) -> int:
+def round_up(number: int, unit: int = 128) -> int:
     return -(-number // unit) * unit

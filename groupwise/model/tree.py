@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from groupwise.core.ragged import Ragged
 from groupwise.core.sequences import TokenSequence
 from groupwise.errors import InputError
 
@@ -86,25 +87,28 @@ def build_tree(sequences: Sequence[TokenSequence]) -> TokenTree:
 
 
 class PackedTrees(NamedTuple):
-    """The trees of several groups behind their prompts, as `PackedLayout` expects them."""
+    """The trees of several groups behind their prompts, as `TreeLayout` expects them."""
 
     row: Tensor  # (n,) all prompts, then all trees
-    lengths: list[list[int]]  # of the nodes, by group
-    parents: list[list[int]]
+    sizes: list[int]  # the nodes of each group, counted
+    lengths: list[int]  # of the nodes
+    parents: list[int]  # numbered within a group
     sources: Tensor  # (tokens,) where in the row each sampled token is predicted
 
 
-def pack_trees(prompts: Sequence[Tensor], groups: Sequence[Sequence[TokenSequence]]) -> PackedTrees:
+def pack_trees(prompts: Ragged, groups: Sequence[Sequence[TokenSequence]]) -> PackedTrees:
+    """The trees of these groups, whose members are sorted as by `sort_contexts`."""
     trees = [build_tree(sequences) for sequences in groups]
-    prompt_ends = np.cumsum([len(prompt) for prompt in prompts])
-    sources, at = [], int(prompt_ends[-1])
-    for tree, prompt_end in zip(trees, prompt_ends.tolist(), strict=True):
+    prompt_ends = prompts.lengths.cumsum(0).tolist()
+    sources, at = [], prompt_ends[-1]
+    for tree, prompt_end in zip(trees, prompt_ends, strict=True):
         sources += [torch.where(places < 0, prompt_end - 1, at + places) for places in tree.sources]
         at += len(tree.ids)
     return PackedTrees(
-        torch.cat([*prompts, *(tree.ids for tree in trees)]),
-        [tree.lengths for tree in trees],
-        [tree.parents for tree in trees],
+        torch.cat([prompts.values, *(tree.ids for tree in trees)]),
+        [len(tree.lengths) for tree in trees],
+        [length for tree in trees for length in tree.lengths],
+        [parent for tree in trees for parent in tree.parents],
         torch.cat(sources),
     )
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from groupwise.core.filters import KeptSets
 from groupwise.core.sequences import TokenSequence, join_segments
 from groupwise.errors import InputError
-from groupwise.model.attention import PackedLayout
 from groupwise.model.handle import prepare
 from groupwise.model.logprobs import completion_logps, iter_packs
 from groupwise.model.packing import split_into_packs
 from groupwise.model.tree import build_tree, plan_tree_packs, sort_contexts
+from groupwise.model.tree_attention import TreeLayout
 from tests.model.models import ARCHITECTURES, VOCABULARY, quick, tiny
 from tests.model.test_logprobs import assert_equal_gradients, gradients, some_loss
 
@@ -206,7 +206,7 @@ def test_each_token_sees_its_own_beginning_only(sequences):
     """Both forms in which the layout says what is visible: the pairs of the CPU kernel, and the gathered keys."""
     tree = build_tree([sequences[i] for i in sort_contexts(sequences).order])
     prompt = 2
-    layout = PackedLayout([prompt], [tree.lengths], torch.device("cpu"), parents=[tree.parents])
+    layout = TreeLayout([prompt], [len(tree.lengths)], tree.lengths, tree.parents, torch.device("cpu"))
     total = prompt + len(tree.ids)
     wanted = torch.zeros(total, total, dtype=torch.bool)
     starts = [prompt, *(prompt + torch.tensor(tree.lengths).cumsum(0)).tolist()] if tree.lengths else [prompt]
@@ -220,21 +220,20 @@ def test_each_token_sees_its_own_beginning_only(sequences):
             above = tree.parents[above]
     assert (layout.positions == wanted.sum(1) - 1).all()
     pairs = torch.zeros(total, total, dtype=torch.int)
-    for number, rows, keys, causal in layout.batches():
-        size, width = (rows.stop - rows.start) // number, (keys.stop - keys.start) // number
-        for i in range(number):
-            block = torch.ones(size, width, dtype=torch.int)
-            at, key = rows.start + i * size, keys.start + i * width
-            pairs[at : at + size, key : key + width] += block.tril() if causal else block
+    numbers = torch.arange(total)
+    for number, rows, keys, causal in (*layout.calls, *layout.deeper):
+        for row, key in zip(numbers[rows].chunk(number), numbers[keys].chunk(number), strict=True):
+            block = torch.ones(len(row), len(key), dtype=torch.int)
+            pairs[row[:, None], key] += block.tril() if causal else block
     assert torch.equal(pairs, wanted.int())
     for window in (None, 1, 3):
-        index, ends, longest = layout._gathered_keys(window)
+        index, ends, longest = layout._own_keys() if window is None else layout._windowed_keys(window)
         seen = torch.zeros(total, total, dtype=torch.bool)
-        for segment, (a, b) in zip(layout.segments, pairwise(ends.tolist()), strict=True):
+        for (start, stop), (a, b) in zip(pairwise(layout.segment_ends.tolist()), pairwise(ends.tolist()), strict=True):
             keys = index[a:b]
             assert len(keys) <= longest
-            for row in range(segment.start, segment.stop):
-                visible = keys[: len(keys) - (segment.stop - row - 1)]  # aligned at their ends
+            for row in range(start, stop):
+                visible = keys[: len(keys) - (stop - row - 1)]  # aligned at their ends
                 seen[row, visible if window is None else visible[-window:]] = True
         if window is None:
             seen[prompt:, :prompt] = True
