@@ -1,5 +1,7 @@
 """Environments and tools for conversations of several turns. Nothing here knows tokens or models."""
 
+from groupwise.environments.arithmetic import arithmetic
+from groupwise.environments.code_tool import code_tool
 from groupwise.environments.contract import (
     AssistantTurn,
     Environment,
@@ -15,6 +17,7 @@ from groupwise.environments.contract import (
 )
 from groupwise.environments.gym_environment import GymEnvironment
 from groupwise.environments.method_environment import MethodEnvironment
+from groupwise.environments.sandbox import Sandbox, SandboxResult
 from groupwise.environments.tool_environment import ToolEnvironment
 from groupwise.environments.tools import Tool, make_tools
 from groupwise.environments.watch import watched
@@ -29,11 +32,15 @@ __all__ = [
     "Message",
     "MethodEnvironment",
     "Reply",
+    "Sandbox",
+    "SandboxResult",
     "Schema",
     "Tool",
     "ToolCall",
     "ToolEnvironment",
     "ToolResult",
+    "arithmetic",
+    "code_tool",
     "make_tools",
     "watched",
     "with_opening",
