@@ -208,7 +208,11 @@ class RaggedGroups(Sequence[Ragged]):
     def take(self, groups: Rows) -> RaggedGroups:
         """These groups, in this order."""
         groups = _index(groups)
-        return RaggedGroups(self.rows.take(self.row_numbers(groups)), self.sizes[groups])
+        return self.choose(self.row_numbers(groups), self.sizes[groups])
+
+    def choose(self, rows: Rows, sizes: Tensor | Sequence[int]) -> RaggedGroups:
+        """These rows, in groups of these sizes."""
+        return RaggedGroups(self.rows.take(rows), sizes)
 
     def regroup(self, sizes: Tensor | Sequence[int]) -> RaggedGroups:
         """The same rows in groups of other sizes."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
+from groupwise.core.ragged import Ragged, RaggedGroups, Rows
 from groupwise.errors import InputError
 
 
@@ -52,3 +54,68 @@ def join_segments(segments: Sequence[tuple[Sequence[int] | Tensor, bool]]) -> To
     sampled = [torch.full((len(part),), was_sampled) for part, (_, was_sampled) in zip(ids, segments, strict=True)]
     empty = torch.zeros(0, dtype=torch.long)
     return TokenSequence(torch.cat([empty, *ids]), torch.cat([empty.bool(), *sampled]))
+
+
+class Turns:
+    """The token sequences of ``n`` samples: all their ids after the prompt, and which of these were sampled."""
+
+    def __init__(self, ids: Ragged, sampled: Ragged) -> None:
+        if ids.sizes != sampled.sizes or sampled.values.dtype != torch.bool:
+            raise InputError("the ids and the masks of conversations must have the same lengths")
+        self.ids, self.sampled = ids, sampled
+
+    @classmethod
+    def of(cls, sequences: Sequence[TokenSequence]) -> Turns:
+        ids, sampled = Ragged.of([one.ids for one in sequences]), Ragged.of([one.sampled for one in sequences])
+        return cls(ids, Ragged(sampled.values.bool(), sampled.lengths))
+
+    @classmethod
+    def join(cls, parts: Sequence[Turns]) -> Turns:
+        return cls(Ragged.join([part.ids for part in parts]), Ragged.join([part.sampled for part in parts]))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[TokenSequence]:
+        return (TokenSequence(ids, sampled) for ids, sampled in zip(self.ids, self.sampled, strict=True))
+
+    @property
+    def completions(self) -> Ragged:
+        """The sampled tokens of each sample."""
+        counts = torch.zeros(len(self), dtype=torch.long)
+        rows = torch.arange(len(self)).repeat_interleave(self.ids.lengths)
+        counts.index_add_(0, rows, self.sampled.values.long())
+        return Ragged(self.ids.values[self.sampled.values], counts)
+
+    def take(self, samples: Rows) -> Turns:
+        """These samples, in this order."""
+        return Turns(self.ids.take(samples), self.sampled.take(samples))
+
+
+class TurnGroups(RaggedGroups):
+    """The sampled tokens of conversations by group, as of completions, with the tokens that were given between them.
+
+    ``longest`` and ``totals`` count the given tokens, too: they say what has to be computed.
+    """
+
+    def __init__(self, turns: Turns, sizes: Tensor | Sequence[int]) -> None:
+        super().__init__(turns.completions, sizes)
+        self.turns = turns
+
+    @property
+    def sequences(self) -> list[list[TokenSequence]]:
+        """The conversations of each group."""
+        every = list(self.turns)
+        ends = [0, *accumulate(self.sizes.tolist())]
+        return [every[first:last] for first, last in pairwise(ends)]
+
+    @property
+    def totals(self) -> Tensor:
+        return self.sum(self.turns.ids.lengths)
+
+    @property
+    def longest(self) -> Tensor:
+        return RaggedGroups(self.turns.ids, self.sizes).longest
+
+    def choose(self, rows: Rows, sizes: Tensor | Sequence[int]) -> TurnGroups:
+        return TurnGroups(self.turns.take(rows), sizes)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from groupwise.core.filters import KeptSets
 from groupwise.core.ragged import Ragged, RaggedGroups
-from groupwise.core.sequences import TokenSequence
+from groupwise.core.sequences import TokenSequence, TurnGroups
 from groupwise.errors import InputError
 from groupwise.model.handle import ModelHandle
 from groupwise.model.tree import plan_tree_packs, sort_contexts
@@ -160,7 +160,7 @@ def split_into_packs(
 def has_conversations(completions: Sequence[Sequence[Ids]]) -> bool:
     """Whether any of these has given tokens."""
     if isinstance(completions, RaggedGroups):
-        return False
+        return isinstance(completions, TurnGroups)
     return any(isinstance(ids, TokenSequence) for members in completions for ids in members)
 
 
@@ -172,7 +172,10 @@ def _split_conversations(
     token_budget: int | None,
 ) -> Iterator[PackInputs]:
     """`split_into_packs` for conversations: what members of a group begin with in common counts once."""
-    sequences = [[_as_sequence(ids) for ids in members] for members in completions]
+    if isinstance(completions, TurnGroups):
+        sequences = completions.sequences
+    else:
+        sequences = [[_as_sequence(ids) for ids in members] for members in completions]
     prompt_ids, all_ids = _checked(handle, prompts, [[sequence.ids for sequence in members] for members in sequences])
     if token_budget is None:
         token_budget = max(default_token_budget(handle), int((prompt_ids.lengths + all_ids.longest).max()))

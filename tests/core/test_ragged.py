@@ -66,6 +66,8 @@ def test_groups_are_their_lists_of_rows(lists, data):
     flags = torch.tensor([flag for group in short for flag in group], dtype=torch.bool)
     assert groups.sum(flags).tolist() == [sum(group) for group in short]
     assert groups.regroup([len(groups.rows)]).tolist() == [groups.rows.tolist()]
+    rows = chosen_from(data, len(groups.rows))
+    assert groups.choose(rows, [len(rows)]).tolist() == [[groups.rows[row].tolist() for row in rows]]
 
 
 def test_rows_are_views_that_share_the_values():

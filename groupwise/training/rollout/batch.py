@@ -12,6 +12,7 @@ from torch import Tensor
 
 from groupwise.core.filters import KeptSets
 from groupwise.core.ragged import Ragged, RaggedGroups, Rows
+from groupwise.core.sequences import TurnGroups, Turns
 from groupwise.data import Prompt
 from groupwise.grouping.grouper import GroupingResult, join_results
 from groupwise.tasks.base import TaskRow
@@ -44,6 +45,7 @@ class Batch:
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns that rewards add to the record
     filtered_probability: Tensor | None = None  # (B,) removed by the filters, summed over tokens; with ``kept``
     similarity: GroupingResult | None = None  # P: clusters of similar completions
+    turns: Turns | None = None  # B: with the given tokens, if these are conversations
 
     def __post_init__(self) -> None:
         for name in TOKEN_ROWS:
@@ -70,7 +72,13 @@ class Batch:
     @property
     def completions(self) -> RaggedGroups:
         """The sampled ids by prompt."""
-        return RaggedGroups(self.ids, [self.samples] * len(self.prompts))
+        return self.choose(torch.arange(len(self)), [self.samples] * len(self.prompts))
+
+    def choose(self, samples: Tensor, sizes: Tensor | Sequence[int]) -> RaggedGroups:
+        """The sampled ids of these samples, in groups of these sizes; with the given ones, if there are any."""
+        if self.turns is not None:
+            return TurnGroups(self.turns.take(samples), sizes)
+        return RaggedGroups(self.ids.take(samples), sizes)
 
     @property
     def scored(self) -> Tensor:
@@ -97,6 +105,7 @@ class Batch:
             extra={name: [values[i] for i in samples] for name, values in self.extra.items()},
             filtered_probability=None if self.filtered_probability is None else self.filtered_probability[samples],
             similarity=None if self.similarity is None else self.similarity.take(prompts),
+            turns=None if self.turns is None else self.turns.take(samples),
         )
 
     def samples_of(self, prompts: Sequence[int]) -> Tensor:
@@ -118,6 +127,7 @@ def join(batches: Sequence[Batch]) -> Batch:
     sets = [batch.kept for batch in batches if batch.kept is not None]
     filtered = [batch.filtered_probability for batch in batches if batch.filtered_probability is not None]
     similarity = [batch.similarity for batch in batches if batch.similarity is not None]
+    turns = [batch.turns for batch in batches if batch.turns is not None]
     return replace(
         batches[0],
         **lists,
@@ -130,6 +140,7 @@ def join(batches: Sequence[Batch]) -> Batch:
         },
         filtered_probability=torch.cat(filtered) if filtered else None,
         similarity=join_results(similarity) if similarity else None,
+        turns=Turns.join(turns) if turns else None,
     )
 
 

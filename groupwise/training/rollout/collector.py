@@ -6,9 +6,10 @@ fresh prompts, for a limited number of rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from groupwise.text import Say, plural
 from groupwise.training.display.base import Display
 from groupwise.training.errors import retry_with_less_memory
 from groupwise.training.rollout.batch import Batch, GroupAdvantages, join
+from groupwise.training.rollout.episodes import ConversationSampler
 from groupwise.training.rollout.penalties import penalty_columns
 
 Timer = Callable[[str], AbstractContextManager[None]]
@@ -89,13 +91,14 @@ class RolloutCollector:
         stop: Stop | None = None,
         penalties: Sequence[str] = (),
         grouper: SimilarityGrouper | None = None,
+        conversations: ConversationSampler | None = None,
         say: Say = lambda text: None,
         display: Display | None = None,
     ) -> None:
         self.generator, self.tokenizer, self.scorer, self.order = generator, tokenizer, scorer, order
         self.rows, self.prompts, self.compute_advantages = rows, prompts, compute_advantages
         self.prompt_column, self.seed, self.stop, self.penalties, self.say = prompt_column, seed, stop, penalties, say
-        self.grouper, self.display = grouper, display or Display()
+        self.grouper, self.conversations, self.display = grouper, conversations, display or Display()
 
     @property
     def names(self) -> list[str]:
@@ -115,7 +118,9 @@ class RolloutCollector:
         return () if self.scorer is None else self.scorer.functions
 
     def close(self) -> None:
-        """There are no threads to end."""
+        """End the environments, if there are any."""
+        if self.conversations is not None:
+            self.conversations.sampler.close()
 
     def undo_point(self) -> Callable[[], None]:
         """A function that returns to this moment between two steps, after a step that could not be finished."""
@@ -153,20 +158,44 @@ class RolloutCollector:
         self, step: int, number: int, prompt_count: int, step_recipe: Recipe, trainer_state: Any, timer: Timer
     ) -> RolloutResult:
         draw = Draw(step, number, self.order.take(prompt_count), step_recipe, trainer_state)
+        if self.conversations is not None:
+            return self._converse(self.conversations, draw, timer)
         batch = self._sample(draw, timer)
         self.display.stage("scoring")
         with timer("reward"):
             return self._score(batch, draw)
+
+    def _converse(self, conversations: ConversationSampler, draw: Draw, timer: Timer) -> RolloutResult:
+        """The conversations of these rows with their environments, with rewards."""
+        activity = "sampling" if not draw.number else f"sampling other prompts, round {draw.number}"
+        self.display.stage(activity)
+        with timer("generate"):
+            sampled = conversations.sample(
+                self.generator,
+                [self.rows[row] for row in draw.rows],
+                draw.rows,
+                [self.prompts[row] for row in draw.rows],
+                draw.samples,
+                self._sampling(draw),
+                self._generate_ids,
+                partial(self._show_progress, activity, "conversations"),
+            )
+        self.display.stage("scoring")
+        with timer("reward"):
+            result = self._score(sampled.batch, draw, facts=sampled.facts)
+        result.metrics |= sampled.metrics
+        result.failures += [f"environment: {failure}" for failure in sampled.failures]
+        return result
+
+    def _show_progress(self, activity: str, unit: str, done: float, total: int, tokens: int) -> None:
+        self.display.progress(activity, done, total, unit, estimated=False, detail=plural(tokens, "token"))
 
     def _sample(self, draw: Draw, timer: Timer) -> Batch:
         """The completions of these rows, without rewards."""
         activity = "sampling" if not draw.number else f"sampling other prompts, round {draw.number}"
         self.display.stage(activity)
 
-        def progress(done: float, total: int, tokens: int) -> None:
-            detail = plural(tokens, "token")
-            self.display.progress(activity, done, total, "completions", estimated=False, detail=detail)
-
+        progress = partial(self._show_progress, activity, "completions")
         prompts, samples = [self.prompts[row] for row in draw.rows], draw.samples
         with timer("generate"), watched(self.generator, progress):
             rollout = self._generate(prompts, samples, self._sampling(draw))
@@ -224,8 +253,17 @@ class RolloutCollector:
         return replace(batch, extra=extra, similarity=similarity)
 
     def _generate(self, prompts: list[Prompt], samples: int, sampling: Sampling) -> Rollout:
+        return self._generate_ids([prompt.ids for prompt in prompts], samples, sampling)
+
+    def _generate_ids(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: int | Sequence[int],
+        sampling: Sampling,
+        keys: Sequence[int] | None = None,
+    ) -> Rollout:
         """Sample; if memory runs out, with half as many completions at once, which does not change them."""
-        generator = self.generator
+        generator, most = self.generator, samples if isinstance(samples, int) else max(samples)
 
         def shrink() -> None:
             generator.max_num_seqs //= 2
@@ -236,13 +274,22 @@ class RolloutCollector:
             )
 
         return retry_with_less_memory(
-            lambda: generator.generate([prompt.ids for prompt in prompts], samples, sampling, stop=self.stop),
-            can_shrink=lambda: generator.max_num_seqs > samples,
+            lambda: generator.generate(prompts, samples, sampling, stop=self.stop, keys=keys),
+            can_shrink=lambda: generator.max_num_seqs > most,
             shrink=shrink,
         )
 
-    def _score(self, batch: Batch, draw: Draw, scorer: Scorer | None = None) -> RolloutResult:
-        """The batch with rewards; completions that are alone in their cluster get none if the recipe says so."""
+    def _score(
+        self,
+        batch: Batch,
+        draw: Draw,
+        scorer: Scorer | None = None,
+        facts: Sequence[Mapping[str, Any]] | None = None,
+    ) -> RolloutResult:
+        """The batch with rewards; completions that are alone in their cluster get none if the recipe says so.
+
+        ``facts``: further columns for the rewards, by completion.
+        """
         scorer = scorer or self.scorer
         samples, grouping = batch.samples, draw.recipe.advantages.grouping
         skipped = [False] * len(batch)
@@ -251,12 +298,20 @@ class RolloutCollector:
         scored = [place for place, skip in enumerate(skipped) if not skip]
         data = [batch.rows[place // samples] for place in scored]
         numbers = [batch.row_numbers[place // samples] for place in scored]
+        conversations = None
+        if facts is not None:
+            conversations = [facts[place]["conversation"] for place in scored]
         # Without a scorer the run learns from a teacher alone.
         scores = (
             no_scores(len(scored))
             if scorer is None
             else scorer.score(
-                *reward_inputs(data, [batch.texts[place] for place in scored], self.prompt_column),
+                *reward_inputs(
+                    data if facts is None else [{**row, **facts[place]} for row, place in zip(data, scored, strict=True)],
+                    [batch.texts[place] for place in scored],
+                    self.prompt_column,
+                    conversations,
+                ),
                 completion_ids=[batch.ids[place].tolist() for place in scored],
                 trainer_state=draw.trainer_state,
                 places=[

@@ -5,19 +5,67 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from groupwise.conversations import OUTCOMES, Episode, EpisodeStart, share_prompt
+from groupwise.conversations import OUTCOMES, Episode, EpisodeSampler, EpisodeStart, share_prompt
+from groupwise.conversations.sampler import Generate
 from groupwise.core.filters import KeptSets
 from groupwise.core.ragged import Ragged
+from groupwise.core.sequences import Turns
 from groupwise.data import Prompt, PromptBuilder
 from groupwise.errors import UserCodeError
+from groupwise.generate.types import Generator, Progress, Sampling
+from groupwise.seeds import derive_seed
 from groupwise.tasks.base import TaskRow
-from groupwise.text import plural
 from groupwise.training.environments import REWARD_COLUMNS
 from groupwise.training.rollout.batch import Batch
+
+
+class SampledConversations(NamedTuple):
+    """A batch without rewards; ``facts``: what reward functions get of each conversation."""
+
+    batch: Batch
+    facts: list[dict[str, Any]]
+    failures: list[str]  # why groups were left out
+    metrics: dict[str, float]
+
+
+class ConversationSampler:
+    """Samples the conversations of a step: rows in, a batch out."""
+
+    def __init__(self, sampler: EpisodeSampler, builder: PromptBuilder, column: str, seed: int) -> None:
+        self.sampler, self.builder, self.column, self.seed = sampler, builder, column, seed
+
+    def sample(
+        self,
+        generator: Generator,
+        rows: Sequence[TaskRow],
+        row_numbers: Sequence[int],
+        prompts: Sequence[Prompt],
+        samples: int,
+        sampling: Sampling,
+        generate: Generate,
+        progress: Progress,
+    ) -> SampledConversations:
+        """The batch of these rows, without groups in which an environment failed."""
+        seeds = [derive_seed("environment", self.seed, number) for number in row_numbers]
+        starts = episode_starts(self.builder, rows, prompts, self.column, seeds)
+        groups = self.sampler.sample(generator, starts, samples, sampling, generate=generate, progress=progress)
+        kept, failures = without_failed(groups)
+        chosen = [groups[place] for place in kept]
+        batch = batch_of_episodes(
+            self.builder.tokenizer,
+            [rows[place] for place in kept],
+            [row_numbers[place] for place in kept],
+            [prompts[place] for place in kept],
+            chosen,
+            samples,
+            keep_sets=sampling.keep_sets,
+        )
+        facts = [reward_columns(episode) for members in chosen for episode in members]
+        return SampledConversations(batch, facts, failures, episode_metrics(chosen, failures))
 
 
 def episode_starts(
@@ -43,8 +91,8 @@ def without_failed(groups: Sequence[Sequence[Episode]]) -> tuple[list[int], list
     failures = [reason for reason in reasons if reason is not None]
     if groups and not kept:
         raise UserCodeError(
-            f"the environment failed in {'the only group' if len(groups) == 1 else f'all {len(groups)} groups'} of this "
-            f"step, again after a fresh start: {failures[0]}"
+            f"the environment failed in every group of this step ({len(groups)}), and in each again after a fresh "
+            f"start: {failures[0]}"
         )
     return kept, failures
 
@@ -80,7 +128,7 @@ def batch_of_episodes(
         rewards=torch.zeros(len(episodes), 0, dtype=torch.float64),
         dropped=torch.zeros(len(episodes), dtype=torch.bool),
         filtered_probability=_removed(logps, filtered) if keep_sets else None,
-        episodes=list(episodes),
+        turns=Turns.of([episode.sequence for episode in episodes]),
         extra=_columns(episodes),
     )
 
@@ -138,10 +186,3 @@ def episode_metrics(groups: Sequence[Sequence[Episode]], failures: Sequence[str]
         values = [episode.rewards[name] for episode in episodes if name in episode.rewards]
         metrics[f"environment/reward/{name}"] = sum(values) / len(values)
     return metrics
-
-
-def failure_notes(failures: Sequence[str], groups: int) -> list[str]:
-    """What the run's output says of groups that were left out."""
-    if not failures:
-        return []
-    return [f"{plural(len(failures), 'group')} of {groups} left out, because the environment failed: {failures[0]}"]

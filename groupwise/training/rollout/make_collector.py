@@ -21,6 +21,7 @@ from groupwise.training.display.base import Display
 from groupwise.training.rollout.async_collector import AsyncCollector
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.rollout.collector import RolloutCollector
+from groupwise.training.rollout.episodes import ConversationSampler
 from groupwise.training.rollout.penalties import PENALTIES, penalty_names
 from groupwise.training.rollout.shared_collector import SharedCollector
 
@@ -74,6 +75,7 @@ def make_collector(
         "stop": components.stop,
         "penalties": penalties,
         "grouper": grouper,
+        "conversations": _conversations(components),
         "say": say,
         "display": display,
     }
@@ -83,3 +85,10 @@ def make_collector(
     if ranks.size == 1:
         return AsyncCollector(generator, *inputs, **settings)
     return SharedCollector(generator, *inputs, **settings, ranks=ranks)
+
+
+def _conversations(components: RunComponents) -> ConversationSampler | None:
+    recipe, episodes = components.recipe, components.episodes
+    if episodes is None:
+        return None
+    return ConversationSampler(episodes, components.builder, recipe.data.prompt, recipe.train.seed)

@@ -88,7 +88,7 @@ class MiniBatch:
         sizes, kept = self.completions.sum(chosen), self.kept
         if kept is not None:
             kept = kept.select((chosen[:, None] & self.mask)[self.mask].nonzero().squeeze(1))
-        completions = RaggedGroups(self.completions.rows.take(chosen), sizes[sizes > 0])
+        completions = self.completions.choose(chosen, sizes[sizes > 0])
         return CompletionBatch(self.prompts.take(sizes > 0), completions, kept)
 
 
@@ -151,26 +151,26 @@ def build_from_samples(
         divided_by = members[allowed[members]]
     prompt_tokens = torch.zeros(len(batch.prompts), dtype=torch.long)
     prompt_tokens.index_add_(0, members // batch.samples, lengths[members])
-    completions, prompt_ids = batch.ids.take(computed), batch.prompt_ids.take(prompts)
+    completions, prompt_ids = batch.choose(computed, sizes), batch.prompt_ids.take(prompts)
     samples: list[int] = computed.tolist()
     pairs = _pairs(group_advantages, samples, dataset_pairs or DatasetPairs())
     local_batch, local_lengths = _local_batches(members, computed, lengths, step_recipe.train.local_batch_size)
     return MiniBatch(
         samples=samples,
         prompts=prompt_ids,
-        completions=RaggedGroups(completions, sizes),
+        completions=completions,
         kept=None if batch.kept is None else batch.kept.select(batch.token_indices(computed)),
         advantages=group_advantages.advantages[computed],
         prompt_tokens=prompt_tokens[computed // batch.samples],
         allowed=allowed[computed],
         sampler_logps=batch.sampler_logps.take(computed).padded(),
-        mask=completions.mask,
+        mask=completions.rows.mask,
         totals=Totals(
             tokens=int(lengths[members].sum()),
             sequences=len(members),
             policy_tokens=int(lengths[divided_by].sum()),
             policy_sequences=len(divided_by),
-            computed_tokens=len(completions.values),
+            computed_tokens=len(completions.rows.values),
             computed_sequences=len(computed),
             pairs=len(pairs),
             prompts=int((prompt_tokens > 0).sum()),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from groupwise.core.filters import KeptSets
 from groupwise.core.ragged import Ragged, RaggedGroups
+from groupwise.core.sequences import TurnGroups, Turns
 from groupwise.errors import CheckpointError
 from groupwise.rundir import write_safetensors
 from groupwise.text import excerpt
@@ -59,6 +60,7 @@ def _parts(minibatch: MiniBatch) -> dict[str, Tensor]:
         **_sequences("prompt", minibatch.prompts),
         **_sequences("teacher_prompt", minibatch.teacher_prompts),
         **_sequences("completion", minibatch.completions.rows),
+        **(_turns(minibatch.completions.turns) if isinstance(minibatch.completions, TurnGroups) else {}),
         "members": minibatch.completions.sizes,
         "pair_rows": pairs.rows,
         "pair_reference": pairs.reference,
@@ -81,6 +83,9 @@ def _restore(number: int, tensors: Mapping[str, Tensor], totals: Totals) -> Mini
     parts = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     samples = parts["samples"].tolist()
     completions = RaggedGroups(_rows(parts, "completion"), parts["members"])
+    if "turn_ids" in parts:
+        turns = _rows(parts, "turn")
+        completions = TurnGroups(Turns(turns, Ragged(parts["turn_sampled"], turns.lengths)), parts["members"])
     named = {field.name: parts.get(field.name) for field in fields(MiniBatch) if field.name not in OTHERS}
     rows = {name: len(tensor) for name, tensor in named.items() if tensor is not None}
     if {len(samples), len(completions.rows), *rows.values()} != {len(samples)}:
@@ -111,6 +116,10 @@ def _restore(number: int, tensors: Mapping[str, Tensor], totals: Totals) -> Mini
 
 def _sequences(name: str, rows: Ragged) -> dict[str, Tensor]:
     return {f"{name}_ids": rows.values, f"{name}_lengths": rows.lengths}
+
+
+def _turns(turns: Turns) -> dict[str, Tensor]:
+    return {**_sequences("turn", turns.ids), "turn_sampled": turns.sampled.values}
 
 
 def _rows(parts: Mapping[str, Tensor], name: str) -> Ragged:

@@ -137,7 +137,7 @@ class TeacherKL:
     def _teacher_tokens(self, rows: Tensor) -> NextTokens:
         handle = self.teacher.handle or self.handle
         groups, sizes = self.completions.group_of[rows].unique_consecutive(return_counts=True)
-        prompts, completions = self.prompts.take(groups), RaggedGroups(self.completions.rows.take(rows), sizes)
+        prompts, completions = self.prompts.take(groups), self.completions.choose(rows, sizes)
         with torch.no_grad(), self.teacher.in_place(self.handle.model, self.reference, self.dropout):
             packs = list(iter_pack_states(handle, prompts, completions, token_budget=self.token_budget))
             return self.teacher.next_tokens(handle, torch.cat(packs), self.reference)
