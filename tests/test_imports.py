@@ -21,7 +21,7 @@ PACKAGE = Path(groupwise.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The floors: a part may import those above its own line, and what its line adds.
-BASE = {"errors", "redaction", "text", "terminal", "paths", "core", "rundir", "stats", "distributed", "plots"}
+BASE = {"errors", "seeds", "redaction", "text", "terminal", "paths", "core", "rundir", "stats", "distributed", "plots"}
 LIBRARY = BASE | {
     "algorithms",
     "chat_template",
@@ -37,6 +37,7 @@ LIBRARY = BASE | {
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "seeds": set(),
     "redaction": {"errors"},
     "text": {"redaction"},
     "terminal": {"text"},
@@ -60,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "generate": BASE | {"algorithms", "config", "model", "plugins"},
     "rewards": BASE | {"algorithms", "chat_template", "config", "model", "user_code"},
     "grouping": BASE | {"algorithms", "config", "model"},
-    "conversations": BASE | {"chat_template", "config", "data", "model", "generate"},
+    "conversations": BASE | {"chat_template", "config", "data", "environments", "model", "generate"},
     "tasks": LIBRARY | {"conversations"},
     "evaluate": LIBRARY | {"conversations", "tasks"},
     "training": LIBRARY | {"conversations", "tasks", "evaluate"},

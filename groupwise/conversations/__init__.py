@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from groupwise.conversations.call_formats import CALL_FORMATS
-from groupwise.conversations.episodes import OUTCOMES, Episode, SampledTokens, Turn
+from groupwise.conversations.episodes import OUTCOMES, Episode, EpisodeTurn, SampledTokens
 from groupwise.conversations.families import FAMILIES, Family, family_of
 from groupwise.conversations.formats import ChatFormat, PlainFormat, TurnFormat
 from groupwise.conversations.parsed_turn import ParsedTurn, parse_turn
@@ -23,6 +23,7 @@ __all__ = [
     "EpisodeLimits",
     "EpisodeSampler",
     "EpisodeStart",
+    "EpisodeTurn",
     "Family",
     "GivenTokens",
     "ParsedTurn",
@@ -32,7 +33,6 @@ __all__ = [
     "SampledTurn",
     "Segment",
     "ToolCall",
-    "Turn",
     "TurnFormat",
     "TurnTemplate",
     "family_of",

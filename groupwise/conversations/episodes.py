@@ -28,7 +28,7 @@ class SampledTokens(NamedTuple):
 
 
 @dataclass
-class Turn:
+class EpisodeTurn:
     """A sampled turn, and what the environment answered."""
 
     sampled: SampledTokens
@@ -46,7 +46,7 @@ class Episode:
     """``opening`` are the tokens that follow the prompt of its group, if conversations of a group start differently."""
 
     prompt: list[int]
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[EpisodeTurn] = field(default_factory=list)
     opening: list[int] = field(default_factory=list)
     outcome: str | None = None  # of OUTCOMES; None while it goes on
     reward: float | None = None

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from groupwise.conversations.episodes import Episode, SampledTokens, Turn
+from groupwise.conversations.episodes import Episode, EpisodeTurn, SampledTokens
 from groupwise.conversations.event_loop import EventLoop
 from groupwise.conversations.formats import TurnFormat
 from groupwise.environments import (
@@ -311,7 +311,7 @@ class _Session:
         episode = running.episode
         said = self.format.parse(sampled.ids.tolist(), sum(len(turn.said.calls) for turn in episode.turns))
         state = running.environment.state_key()
-        episode.turns.append(Turn(sampled, said, state))
+        episode.turns.append(EpisodeTurn(sampled, said, state))
         complete = self.format.keeps_cut_turns and limit == self.sampling.max_new_tokens
         if sampled.stop_reason == "length" and not complete:
             episode.outcome = "token_limit"

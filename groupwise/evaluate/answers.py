@@ -42,7 +42,7 @@ class Evaluation:
         return Interval(self.metrics[name], self.metrics[f"{name}_low"], self.metrics[f"{name}_high"])
 
 
-class Answers(NamedTuple):
+class SampledAnswers(NamedTuple):
     """What was sampled for some rows, one entry per completion."""
 
     texts: list[str]
@@ -52,7 +52,7 @@ class Answers(NamedTuple):
     conversations: list[list[Message]] | None = None  # the completions, if they have several turns
 
 
-Sample = Callable[[Sequence[TaskRow], Sequence[Prompt], Sequence[int]], Answers]
+Sample = Callable[[Sequence[TaskRow], Sequence[Prompt], Sequence[int]], SampledAnswers]
 """Samples completions of rows with these prompts and keys."""
 
 
@@ -88,7 +88,7 @@ def evaluate(
     if not grades and scorer is None:
         raise ConfigError("there is nothing to evaluate by: the task has neither grades nor rewards")
     sample = sample or partial(_sample, generator, tokenizer, samples, sampling, stop)
-    parts: list[Answers] = []
+    parts: list[SampledAnswers] = []
     for start in range(0, len(rows), CHUNK):
         chunk = slice(start, min(start + CHUNK, len(rows)))
         parts.append(sample(rows[chunk], prompts[chunk], range(chunk.start, chunk.stop)))
@@ -150,11 +150,11 @@ def _sample(
     rows: Sequence[TaskRow],
     prompts: Sequence[Prompt],
     keys: Sequence[int],
-) -> Answers:
+) -> SampledAnswers:
     rollout = generator.generate([prompt.ids for prompt in prompts], samples, sampling, stop=stop, keys=keys)
     completions = decode_completions(tokenizer, rollout.ids, rollout.lengths)
     repeated = [row for row in rows for _ in range(samples)]
-    return Answers(completions.texts, completions.ids, list(rollout.stop_reasons), repeated)
+    return SampledAnswers(completions.texts, completions.ids, list(rollout.stop_reasons), repeated)
 
 
 def _rewards(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from groupwise.config import Recipe
@@ -18,17 +17,19 @@ from groupwise.conversations import (
     TurnTemplate,
 )
 from groupwise.environments import (
-    BUILTIN_TOOLS,
     Environment,
     EnvironmentFactory,
     Limits,
     MethodEnvironment,
+    Sandbox,
     ToolEnvironment,
+    arithmetic,
+    code_tool,
     make_tools,
     watched,
 )
 from groupwise.errors import ConfigError
-from groupwise.paths import read_text
+from groupwise.paths import MEGABYTE, read_file, user_path
 from groupwise.redaction import resolve_secrets
 from groupwise.rewards import RewardFunction
 from groupwise.tasks import Task
@@ -36,6 +37,7 @@ from groupwise.text import Say, excerpt
 from groupwise.user_code import guarded, load_function
 
 REWARD = "environment"  # the name of the reward that environments give
+BUILTIN_TOOLS = ("arithmetic", "python")
 # Columns that reward functions can ask for, beside those of the row.
 REWARD_COLUMNS = ("environment_reward", "conversation", "turns")
 
@@ -61,7 +63,7 @@ def load_environment(
     ``environment`` is a class or function that makes an environment, in groupwise's form or in TRL's.
     """
     settings, limits = recipe.environment, limits_of(recipe)
-    functions = [*(_builtin_or_own(name, settings.allow_network) for name in settings.tools), *tools]
+    functions = [*(_builtin_or_own(name, recipe) for name in settings.tools), *tools]
     named = {
         "environment.factory": settings.factory,
         "environment.tools": functions or None,
@@ -83,13 +85,18 @@ def load_environment(
     return _in_own_form(factory, limits)
 
 
-def _builtin_or_own(name: str, allow_network: bool) -> Any:
-    if name in BUILTIN_TOOLS:
-        return BUILTIN_TOOLS[name](allow_network=allow_network)
+def _builtin_or_own(name: str, recipe: Recipe) -> Any:
+    """A tool of the recipe. The built-in one that runs code is refused here if its network cannot be taken away."""
+    settings = recipe.environment
+    if name == "arithmetic":
+        return arithmetic
+    if name == "python":
+        seconds = 0.8 * settings.tool_seconds  # so that the model sees what was printed before
+        return code_tool(Sandbox(seconds=seconds, allow_network=settings.allow_network))
     if ":" not in name:
         raise ConfigError(
-            f"environment.tools: {name!r} is none of the built-in tools ({', '.join(sorted(BUILTIN_TOOLS))}); a "
-            "function of your own is given as module:function or file.py:function"
+            f"environment.tools: {name!r} is none of the built-in tools ({', '.join(BUILTIN_TOOLS)}); a function of "
+            "your own is given as module:function or file.py:function"
         )
     return load_function(name, what="tool")
 
@@ -173,7 +180,12 @@ def make_episode_sampler(
 
 def _template_text(recipe: Recipe) -> str | None:
     file = recipe.environment.chat_template
-    return None if file is None else read_text(Path(file), "environment.chat_template")
+    if file is None:
+        return None
+    try:
+        return read_file(user_path(file), ConfigError, limit=MEGABYTE).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"environment.chat_template: {file} is not a text in UTF-8") from error
 
 
 def template_arguments(sampler: EpisodeSampler | None) -> dict[str, Any]:

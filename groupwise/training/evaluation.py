@@ -13,7 +13,7 @@ from groupwise.data import Prompt
 from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation, evaluate
-from groupwise.evaluate.answers import REWARD, Answers
+from groupwise.evaluate.answers import REWARD, SampledAnswers
 from groupwise.generate import Generator, Sampling
 from groupwise.generate.engine import watched
 from groupwise.generate.registry import make_generator
@@ -142,7 +142,7 @@ def _converse(
     rows: Sequence[TaskRow],
     prompts: Sequence[Prompt],
     keys: Sequence[int],
-) -> Answers:
+) -> SampledAnswers:
     """Held-out rows as conversations. One whose environment fails, even afresh, ends where it was, without a reward."""
     recipe, sampler = components.recipe, components.episodes
     if sampler is None:
@@ -151,7 +151,7 @@ def _converse(
     starts = episode_starts(components.builder, rows, prompts, recipe.data.prompt, seeds, keys)
     groups = sampler.sample(generator, starts, recipe.evaluate.samples, sampling, stop=components.stop)
     episodes = [(row, episode) for row, members in zip(rows, groups, strict=True) for episode in members]
-    return Answers(
+    return SampledAnswers(
         texts=[episode.text for _, episode in episodes],
         ids=[episode.joined("ids").tolist() for _, episode in episodes],
         stop_reasons=[episode.stop_reason for _, episode in episodes],

@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from groupwise.config import Recipe
 from groupwise.errors import CheckpointError, ConfigError
 from groupwise.rewards.scorer import LOST_BATCHES

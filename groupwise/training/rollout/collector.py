@@ -298,8 +298,9 @@ class RolloutCollector:
         scored = [place for place, skip in enumerate(skipped) if not skip]
         data = [batch.rows[place // samples] for place in scored]
         numbers = [batch.row_numbers[place // samples] for place in scored]
-        conversations = None
+        reward_rows, conversations = data, None
         if facts is not None:
+            reward_rows = [{**row, **facts[place]} for row, place in zip(data, scored, strict=True)]
             conversations = [facts[place]["conversation"] for place in scored]
         # Without a scorer the run learns from a teacher alone.
         scores = (
@@ -307,7 +308,9 @@ class RolloutCollector:
             if scorer is None
             else scorer.score(
                 *reward_inputs(
-                    data if facts is None else [{**row, **facts[place]} for row, place in zip(data, scored, strict=True)],
+                    data
+                    if facts is None
+                    else [{**row, **facts[place]} for row, place in zip(data, scored, strict=True)],
                     [batch.texts[place] for place in scored],
                     self.prompt_column,
                     conversations,
