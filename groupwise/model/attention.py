@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from functools import cached_property
+from itertools import pairwise, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,9 @@ from groupwise.model.flash import FLASH_DTYPES, shared_flash, varlen_flash
 
 IMPLEMENTATION = "groupwise"
 LAYOUT = "groupwise_layout"  # the keyword that carries a layout through a model's forward
+
+Lengths = Sequence[int] | np.ndarray
+Places = slice | Tensor  # along a dimension
 
 
 class AttentionInputs(NamedTuple):
@@ -80,40 +84,32 @@ AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 class PackedLayout:
     """Prompts, then their completions, in one row.
 
-    ``prompts`` are the prompts' lengths, ``completions[i]`` the lengths of the completions of prompt i. Positions are
-    those of a completion that stands alone behind its prompt.
+    ``prompts`` are the prompts' lengths, ``sizes`` the number of completions of each, ``completions`` their lengths.
+    Positions are those of a completion that stands alone behind its prompt.
     """
 
-    def __init__(self, prompts: Sequence[int], completions: Sequence[Sequence[int]], device: torch.device) -> None:
-        self.prompt_tokens = sum(prompts)
-        grouped = [sum(lengths) for lengths in completions]
-        sizes = [*prompts, *(length for lengths in completions for length in lengths if length)]
-        self.tokens = sum(sizes)
-        prompt_ends, group_ends = [0, *accumulate(prompts)], [0, *accumulate(grouped)]
-        segment_ends = [0, *accumulate(sizes)]
-        # For loops in Python: the segments that attend to themselves, and which rows attend to which prompt.
-        self.segments = [slice(a, b) for a, b in pairwise(segment_ends)]
-        self.prefix = [
-            (slice(self.prompt_tokens + q0, self.prompt_tokens + q1), slice(k0, k1))
-            for (q0, q1), (k0, k1) in zip(pairwise(group_ends), pairwise(prompt_ends), strict=True)
-            if q1 > q0
-        ]
-        starts = [0] * len(prompts) + [
-            prompt for prompt, lengths in zip(prompts, completions, strict=True) for length in lengths if length
-        ]
-        shift = np.array(starts, np.int64) - np.array(segment_ends[:-1], np.int64)
-        self.positions = to_device(torch.from_numpy(np.arange(self.tokens) + shift.repeat(sizes)), device)
-        self._lengths = prompts, completions
+    def __init__(self, prompts: Lengths, sizes: Lengths, completions: Lengths, device: torch.device) -> None:
+        prompts, sizes, completions = (np.asarray(x, np.int64) for x in (prompts, sizes, completions))
+        present = completions > 0
+        self._prompts, self._prompt_of = prompts, np.arange(len(prompts)).repeat(sizes)[present]
+        grouped = np.zeros_like(prompts)
+        np.add.at(grouped, self._prompt_of, completions[present])
+        segments = np.concatenate([prompts, completions[present]])
+        self.prompt_tokens, self.tokens = int(prompts.sum()), int(segments.sum())
+        prompt_ends, group_ends, segment_ends = (np.append(0, x.cumsum()) for x in (prompts, grouped, segments))
+        self._ends = prompt_ends, group_ends, segment_ends
+        starts = np.concatenate([np.zeros_like(prompts), prompts[self._prompt_of]])
+        shift = starts - segment_ends[:-1]
+        self.positions = to_device(torch.from_numpy(np.arange(self.tokens) + shift.repeat(segments)), device)
         # For the kernels: cumulative lengths, and the longest, rounded up so that few distinct numbers occur.
         self.segment_ends, self.prompt_ends, self.group_ends = (
-            to_device(torch.tensor(ends, dtype=torch.int32), device) for ends in (segment_ends, prompt_ends, group_ends)
+            to_device(torch.from_numpy(ends.astype(np.int32)), device)
+            for ends in (segment_ends, prompt_ends, group_ends)
         )
         self.longest_segment, self.longest_prompt, self.longest_group = (
-            _round_up(max(lengths, default=0)) for lengths in (sizes, prompts, grouped)
+            _round_up(int(lengths.max(initial=0))) for lengths in (segments, prompts, grouped)
         )
-        self.longest = max(
-            (prompt + max(lengths, default=0) for prompt, lengths in zip(prompts, completions, strict=True)), default=0
-        )
+        self.longest = int((starts + segments).max(initial=0))
         self._windowed: dict[int, tuple[Tensor, Tensor, int]] = {}
 
     def prepare_windows(self, windows: Iterable[int]) -> None:
@@ -165,19 +161,16 @@ class PackedLayout:
         for all completions. Each completion gets its own copy of the prompt's last keys instead.
         """
         if window not in self._windowed:
-            device = self.positions.device
-            prompts, completions = self._lengths
-            starts = [0, *accumulate(prompts)]
-            parts = [torch.arange(a, b) for a, b in pairwise(starts)]
-            at = self.prompt_tokens
-            for group, lengths in enumerate(completions):
-                for length in filter(None, lengths):
-                    seen = torch.arange(max(starts[group], starts[group + 1] - window + 1), starts[group + 1])
-                    parts.append(torch.cat([seen, torch.arange(at, at + length)]))
-                    at += length
-            sizes = [len(part) for part in parts]
-            ends = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)
-            self._windowed[window] = torch.cat(parts).to(device), ends, _round_up(max(sizes))
+            device, count = self.positions.device, len(self._prompts)
+            prompt_ends, _, segment_ends = self._ends
+            seen = np.minimum(self._prompts, window - 1)[self._prompt_of]  # of each completion's prompt
+            own = np.diff(segment_ends[count:])
+            starts = np.stack([prompt_ends[1:][self._prompt_of] - seen, segment_ends[count:-1]], 1).flatten()
+            lengths = np.concatenate([self._prompts, np.stack([seen, own], 1).flatten()])
+            keys = torch.from_numpy(_ranges(np.concatenate([prompt_ends[:-1], starts]), lengths))
+            sizes = np.concatenate([self._prompts, seen + own])
+            ends = torch.from_numpy(np.append(0, sizes.cumsum()).astype(np.int32))
+            self._windowed[window] = keys.to(device), ends.to(device), _round_up(int(sizes.max()))
         return self._windowed[window]
 
     def _dense(
@@ -191,20 +184,48 @@ class PackedLayout:
             visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
             return _dense_attention(query[:, rows], key[:, keys], value[:, keys], scale, visible, softcap)
 
-        outs, lses = zip(*(attend(segment, segment) for segment in self.segments), strict=True)
+        prompt_ends, group_ends, segment_ends = (ends.tolist() for ends in self._ends)
+        segments = [slice(a, b) for a, b in pairwise(segment_ends)]
+        outs, lses = zip(*(attend(segment, segment) for segment in segments), strict=True)
         segment_out, segment_lse = torch.cat(outs, 1), torch.cat(lses, 1)
         result, first = [segment_out[:, : self.prompt_tokens]], self.prompt_tokens
-        for rows, keys in self.prefix:
+        for (q0, q1), keys in zip(pairwise(group_ends), starmap(slice, pairwise(prompt_ends)), strict=True):
+            if q0 == q1:
+                continue
+            rows = slice(first, first + q1 - q0)
             merged, _ = merge_attention(segment_out[:, rows], segment_lse[:, rows], *attend(rows, keys))
             result.append(merged)
             first = rows.stop
         return torch.cat([*result, segment_out[:, first:]], 1)
 
-    def batches(self) -> list[tuple[int, slice, slice, bool]]:
-        """Calls of the CPU kernel: number of groups, their rows, their keys, and whether they attend causally."""
-        segments = merge_equal_groups([(segment, segment) for segment in self.segments])
-        prefixes = merge_equal_groups(self.prefix)
-        return [(*group, True) for group in segments] + [(*group, False) for group in prefixes]
+    @cached_property
+    def calls(self) -> list[tuple[int, Places, Places, bool]]:
+        """Calls of the CPU kernel: number of groups, their rows, their keys, and whether they attend causally.
+
+        Segments of equal length are one call, wherever they are: thousands of short answers have few lengths.
+        """
+        prompt_ends, group_ends, segment_ends = self._ends
+        calls: list[tuple[int, Places, Places, bool]] = []
+        lengths = np.diff(segment_ends)
+        for length in np.unique(lengths):
+            starts = segment_ends[:-1][lengths == length]
+            places = _places(starts, length)
+            calls.append((len(starts), places, places, True))
+        pairs = np.stack([np.diff(group_ends), np.diff(prompt_ends)], 1)
+        for rows, keys in np.unique(pairs[pairs[:, 0] > 0], axis=0):
+            equal = (pairs == (rows, keys)).all(1)
+            first = _places(self.prompt_tokens + group_ends[:-1][equal], rows)
+            calls.append((int(equal.sum()), first, _places(prompt_ends[:-1][equal], keys), False))
+        return calls
+
+    @cached_property
+    def merges(self) -> list[slice]:
+        """The completions of adjacent prompts that are equal in length and in tokens of completions."""
+        prompt_ends, group_ends, _ = self._ends
+        bounds = (group_ends + self.prompt_tokens).tolist()
+        groups = zip(starmap(slice, pairwise(bounds)), starmap(slice, pairwise(prompt_ends.tolist())), strict=True)
+        merged = merge_equal_groups([(rows, keys) for rows, keys in groups if rows.start < rows.stop])
+        return [rows for _, rows, _ in merged]
 
 
 def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,13 +247,17 @@ class _SharedPrefix(torch.autograd.Function):
         wide_key, wide_value = (x.repeat_interleave(repeat, 0) for x in (key, value))
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
-        for number, rows, keys, causal in layout.batches():
+        # Attention to the prompts, in memory as the kernel returns it.
+        prefix_out, prefix_lse = (x.new_empty(x.transpose(0, 1).shape).transpose(0, 1) for x in (out, lse))
+        for number, rows, keys, causal in layout.calls:
             places = ((query, rows), (wide_key, keys), (wide_value, keys))
-            parts = _cpu_forward(*(_batched(x[:, at], number) for x, at in places), 0.0, causal, scale=scale)
-            part_out, part_lse = (_unbatched(x) for x in parts)
-            if not causal:  # a prompt, after the completions themselves
-                part_out, part_lse = merge_attention(out[:, rows], lse[:, rows], part_out, part_lse)
-            out[:, rows], lse[:, rows] = part_out, part_lse
+            parts = _cpu_forward(*(_batched(x, at, number) for x, at in places), 0.0, causal, scale=scale)
+            for total, part in zip((out, lse) if causal else (prefix_out, prefix_lse), parts, strict=True):
+                total[:, rows] = _unbatched(part)
+        # Not all rows at once: a vectorised loop and its remainder round differently, and seeded runs must not change.
+        for rows in layout.merges:
+            own, prefix = (out[:, rows], lse[:, rows]), (prefix_out[:, rows], prefix_lse[:, rows])
+            out[:, rows], lse[:, rows] = merge_attention(*own, *prefix)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.layout, ctx.scale = layout, scale
         return out
@@ -246,9 +271,9 @@ class _SharedPrefix(torch.autograd.Function):
         key, value = (x.repeat_interleave(repeat, 0) for x in (key, value))
         grads = [torch.zeros_like(x) for x in (query, key, value)]
         tensors = (grad, query, key, value, out, lse)
-        for number, rows, keys, causal in layout.batches():
+        for number, rows, keys, causal in layout.calls:
             places = zip(tensors, (rows, rows, keys, keys, rows, rows), strict=True)
-            parts = _cpu_backward(*(_batched(x[:, at], number) for x, at in places), 0.0, causal, scale=ctx.scale)
+            parts = _cpu_backward(*(_batched(x, at, number) for x, at in places), 0.0, causal, scale=ctx.scale)
             for total, share, at in zip(grads, parts, (rows, keys, keys), strict=True):
                 total[:, at] += _unbatched(share)
         if repeat > 1:
@@ -275,8 +300,24 @@ def merge_equal_groups(groups: Sequence[tuple[slice, slice]]) -> list[tuple[int,
     return merged
 
 
-def _batched(x: Tensor, number: int) -> Tensor:
-    """(H, n · L, …) as (n, H, L, …)."""
+def _places(starts: np.ndarray, length: int) -> Places:
+    """The places of ranges of equal length: a slice if they are adjacent."""
+    first, last = int(starts[0]), int(starts[-1]) + int(length)
+    if last - first == len(starts) * length:
+        return slice(first, last)
+    return torch.from_numpy((starts[:, None] + np.arange(length)).flatten())
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The numbers of all these ranges, one range after another."""
+    ends = lengths.cumsum()
+    numbers: np.ndarray = np.arange(lengths.sum()) + (starts - ends + lengths).repeat(lengths)
+    return numbers
+
+
+def _batched(x: Tensor, places: Places, number: int) -> Tensor:
+    """These places of (H, N, …), n groups of L, as (n, H, L, …)."""
+    x = x[:, places] if isinstance(places, slice) else x.index_select(1, places)
     return x.reshape(x.shape[0], number, -1, *x.shape[2:]).transpose(0, 1)
 
 

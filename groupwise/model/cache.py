@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,9 +108,10 @@ class PrefillLayout(PackedLayout):
     """Prompts in one row, independent of each other; their keys and values are written to the pool."""
 
     def __init__(self, prompts: Sequence[int], starts: Sequence[int], device: torch.device) -> None:
-        super().__init__(prompts, [()] * len(prompts), device)
-        places = [torch.arange(start, start + length) for start, length in zip(starts, prompts, strict=True)]
-        self.places = to_device(torch.cat(places), device)
+        super().__init__(prompts, [0] * len(prompts), [], device)
+        shift = np.asarray(starts, np.int64) - self._ends[0][:-1]
+        places = np.arange(self.prompt_tokens) + shift.repeat(prompts)
+        self.places = to_device(torch.from_numpy(places), device)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         cache: LayerCache = getattr(inputs.module, CACHE_ATTRIBUTE)

@@ -283,7 +283,7 @@ def _inspect(handle: ModelHandle, config: Any) -> ModelHandle | str:
             model.set_attn_implementation(IMPLEMENTATION)
             if config._attn_implementation != IMPLEMENTATION:
                 return "its attention cannot be replaced by name"
-            layout = PackedLayout([3], [[4, 2]], model.device)
+            layout = PackedLayout([3], [2], [4, 2], model.device)
             recorder = _RecordingLayout(layout)
             hidden = handle.hidden(torch.cat([prompt, *completions])[None], layout.positions[None], recorder)[0]
         except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:

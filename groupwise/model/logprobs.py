@@ -18,9 +18,10 @@ from torch import Tensor
 
 from groupwise.core.filters import KeptSets, keep_sampling_mask
 from groupwise.core.logps import logps_from_logits, selective_logps
+from groupwise.core.ragged import Ragged, RaggedGroups
 from groupwise.model.attention import PackedLayout, to_device
 from groupwise.model.handle import ModelHandle, prepare
-from groupwise.model.packing import Ids, PackInputs, lengths_of, split_into_packs
+from groupwise.model.packing import Ids, PackInputs, split_into_packs
 
 
 class TokenLogps(NamedTuple):
@@ -105,8 +106,8 @@ def iter_packs(
 def _pack_logps(
     handle: ModelHandle, pack: PackInputs, temperature: float, with_entropy: bool, with_states: bool
 ) -> TokenLogps:
-    flat, head = [ids for members in pack.completions for ids in members], handle.head
-    tokens = to_device(torch.cat(flat), handle.device)
+    rows, head = pack.completions.rows, handle.head
+    tokens = to_device(rows.values, handle.device)
     states = _predicting_states(handle, pack)
     if head is None:
         result = _logps_of_logits(states, tokens, temperature, pack.kept, with_entropy)
@@ -124,10 +125,9 @@ def _pack_logps(
             float32=head.float32,
         )
     logps, entropy = result if with_entropy else (result, None)
-    lengths = torch.tensor([len(ids) for ids in flat])
-    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).to(logps.device)
-    rows = flat_to_rows(logps, mask), mask, None if entropy is None else flat_to_rows(entropy, mask)
-    return TokenLogps(*rows, states if with_states else None)
+    mask = rows.mask.to(logps.device)
+    padded = flat_to_rows(logps, mask), mask, None if entropy is None else flat_to_rows(entropy, mask)
+    return TokenLogps(*padded, states if with_states else None)
 
 
 def iter_pack_states(
@@ -148,18 +148,15 @@ def _predicting_states(handle: ModelHandle, pack: PackInputs) -> Tensor:
     return run(handle, pack.prompts, pack.completions)
 
 
-def _packed_states(handle: ModelHandle, prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor]]) -> Tensor:
-    device = handle.device
-    prompt_lengths, by_prompt = [len(ids) for ids in prompts], lengths_of(completions)
-    layout = PackedLayout(prompt_lengths, [[length - 1 for length in members] for members in by_prompt], device)
-    lengths = np.array([length for members in by_prompt for length in members])
-    chosen = torch.cat([ids for members in completions for ids in members])
-    computed = torch.ones(len(chosen), dtype=torch.bool)
-    computed[torch.from_numpy(lengths.cumsum() - 1)] = False  # the last token of each predicts nothing
-    row = to_device(torch.cat([*prompts, chosen[computed]]), device)
+def _packed_states(handle: ModelHandle, prompts: Ragged, completions: RaggedGroups) -> Tensor:
+    device, chosen = handle.device, completions.rows
+    prompt_lengths, sizes, lengths = (x.numpy() for x in (prompts.lengths, completions.sizes, chosen.lengths))
+    layout = PackedLayout(prompt_lengths, sizes, lengths - 1, device)
+    computed = torch.ones(len(chosen.values), dtype=torch.bool)
+    computed[chosen.lengths.cumsum(0) - 1] = False  # the last token of each predicts nothing
+    row = to_device(torch.cat([prompts.values, chosen.values[computed]]), device)
     hidden = handle.hidden(row[None], layout.positions[None], layout)[0]
-    sources = _sources(np.array(prompt_lengths), np.array([len(members) for members in by_prompt]), lengths)
-    return _take(hidden, to_device(sources, device))
+    return _take(hidden, to_device(_sources(prompt_lengths, sizes, lengths), device))
 
 
 def _take(hidden: Tensor, positions: Tensor) -> Tensor:
@@ -183,22 +180,20 @@ def _sources(prompt_lengths: np.ndarray, sizes: np.ndarray, lengths: np.ndarray)
     return torch.from_numpy(np.where(within == 0, (prompt_ends.repeat(sizes) - 1).repeat(lengths), previous))
 
 
-def _plain_logits(handle: ModelHandle, prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor]]) -> Tensor:
+def _plain_logits(handle: ModelHandle, prompts: Ragged, completions: RaggedGroups) -> Tensor:
     """The plain computation: each sample is a row with its prompt, padded on the right, through the model's forward.
 
     A causal model does not look ahead, so the contents of the padding do not matter.
     """
-    device = handle.device
-    pairs = [(prompt, ids) for prompt, members in zip(prompts, completions, strict=True) for ids in members]
-    width = max(len(prompt) + len(ids) for prompt, ids in pairs)
-    rows = torch.zeros(len(pairs), width, dtype=torch.long)
-    attention_mask = torch.zeros_like(rows)
-    for row, (prompt, ids) in enumerate(pairs):
-        rows[row, : len(prompt) + len(ids)] = torch.cat([prompt, ids])
-        attention_mask[row, : len(prompt) + len(ids)] = 1
+    prompts, chosen, device = prompts.take(completions.group_of), completions.rows, handle.device
+    starts, ends = prompts.lengths[:, None], (prompts.lengths + chosen.lengths)[:, None]
+    at = torch.arange(int(ends.max()))
+    rows = torch.zeros(len(chosen), len(at), dtype=torch.long)
+    rows.masked_scatter_(at < starts, prompts.values).masked_scatter_((at >= starts) & (at < ends), chosen.values)
+    attention_mask = (at < ends).long()
     logits = handle.model(input_ids=rows.to(device), attention_mask=attention_mask.to(device), use_cache=False).logits
-    predicting = [logits[row, len(prompt) - 1 : len(prompt) + len(ids) - 1] for row, (prompt, ids) in enumerate(pairs)]
-    return torch.cat(predicting)
+    predicting = ((at >= starts - 1) & (at < ends - 1)).flatten().nonzero().squeeze(1)
+    return _take(logits.flatten(0, 1), to_device(predicting, device))
 
 
 def _logps_of_logits(logits: Tensor, ids: Tensor, temperature: float, kept: KeptSets | None, with_entropy: bool) -> Any:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from groupwise.core.filters import KeptSets
+from groupwise.core.ragged import Ragged, RaggedGroups
 from groupwise.errors import InputError
 from groupwise.model.handle import ModelHandle
 
@@ -23,41 +25,62 @@ class PackInputs(NamedTuple):
     """The token ids and kept sets of a pack."""
 
     samples: Tensor  # (b,); none in a pack that is only run so that all ranks run as many
-    prompts: list[Tensor]
-    completions: list[list[Tensor]]  # by prompt
+    prompts: Ragged
+    completions: RaggedGroups  # by prompt
     kept: KeptSets | None
 
 
+class Pack(NamedTuple):
+    """Consecutive groups and samples that are computed together; of the first and the last group perhaps a part."""
+
+    groups: range
+    samples: range
+    sizes: list[int]  # samples of each group in this pack
+
+
 def plan_packs(
-    prompt_lengths: Sequence[int], completion_lengths: Sequence[Sequence[int]], token_budget: int
-) -> list[dict[int, list[int]]]:
+    prompt_lengths: Sequence[int], sizes: Sequence[int], completion_lengths: Sequence[int], token_budget: int
+) -> list[Pack]:
     """Divide the samples into packed rows of at most ``token_budget`` tokens, keeping groups together where they fit.
 
-    A pack is the samples of each of its groups. Samples are numbered group after group. A group that exceeds the budget
-    is split, and its prompt computed once in each part.
+    ``sizes`` are the samples of each group, at least one; samples are numbered group after group. A group that exceeds
+    the budget is split, and its prompt computed once in each part.
     """
-    packs: list[dict[int, list[int]]] = [{}]
-    used = first = 0
-    for group, (prompt, lengths) in enumerate(zip(prompt_lengths, completion_lengths, strict=True)):
-        costs = [max(length - 1, 0) for length in lengths]
-        total = prompt + sum(costs)
+    prompts, counts, lengths = (np.asarray(x, np.int64) for x in (prompt_lengths, sizes, completion_lengths))
+    costs = np.maximum(lengths - 1, 0)
+    alone = prompts.repeat(counts) + costs
+    if (alone > token_budget).any():
+        sample = int((alone > token_budget).argmax())
+        raise InputError(
+            f"sample {sample} takes {alone[sample]} tokens with its prompt, more than token_budget {token_budget}; "
+            "raise token_budget"
+        )
+    ends, sums = np.append(0, counts.cumsum()), np.append(0, costs.cumsum())
+    totals = (prompts + sums[ends[1:]] - sums[ends[:-1]]).tolist()
+    parts: list[list[tuple[int, int]]] = [[]]  # pack by pack, the groups and how many samples of them
+    used = 0
+    for group, (prompt, total) in enumerate(zip(prompts.tolist(), totals, strict=True)):
         if used + total > token_budget and (total <= token_budget or used + prompt > token_budget):
-            packs.append({})
+            parts.append([])
             used = 0
-        for sample, cost in enumerate(costs, start=first):
-            if prompt + cost > token_budget:
-                raise InputError(
-                    f"sample {sample} takes {prompt + cost} tokens with its prompt, more than token_budget "
-                    f"{token_budget}; raise token_budget"
-                )
-            added = cost if group in packs[-1] else prompt + cost
-            if used + added > token_budget:
-                packs.append({})
-                used, added = 0, prompt + cost
-            used += added
-            packs[-1].setdefault(group, []).append(sample)
-        first += len(lengths)
-    return [pack for pack in packs if pack]
+        first, end = int(ends[group]), int(ends[group + 1])
+        while used + total > token_budget:  # as many samples as fit, then a new pack for the others
+            room = token_budget - used - prompt
+            count = int(np.searchsorted(sums[first + 1 : end + 1], sums[first] + room, "right")) if room >= 0 else 0
+            if count:
+                parts[-1].append((group, count))
+            parts.append([])
+            used, first = 0, first + count
+            total = prompt + int(sums[end] - sums[first])
+        if end > first:
+            parts[-1].append((group, end - first))
+            used += total
+    packs, done = [], 0
+    for part in filter(None, parts):
+        numbers = [count for _, count in part]
+        packs.append(Pack(range(part[0][0], part[-1][0] + 1), range(done, done + sum(numbers)), numbers))
+        done += sum(numbers)
+    return packs
 
 
 def default_token_budget(handle: ModelHandle) -> int:
@@ -87,9 +110,9 @@ def pack_members(
     handle: ModelHandle, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]], token_budget: int
 ) -> list[list[int]]:
     """Which samples are computed together with this budget, pack by pack."""
-    lengths = [[len(ids) for ids in members] for members in completions]
-    groups = _as_groups(handle, [len(prompt) for prompt in prompts], lengths)
-    return [[sample for members in pack.values() for sample in members] for pack in plan_packs(*groups, token_budget)]
+    groups = RaggedGroups.of(completions)
+    prompt_ids, sizes = _as_groups(handle, Ragged.of(prompts), groups)
+    return [list(pack.samples) for pack in plan_packs(prompt_ids.sizes, sizes, groups.rows.sizes, token_budget)]
 
 
 def split_into_packs(
@@ -107,82 +130,92 @@ def split_into_packs(
     if handle.sharded is not None and not len(prompts):
         yield from [_without_samples()] * handle.sharded.most(0)
         return
-    prompt_ids, completion_ids = _as_groups(handle, *_checked(handle, prompts, completions))
-    prompt_lengths, lengths = [len(ids) for ids in prompt_ids], lengths_of(completion_ids)
+    prompt_ids, groups = _checked(handle, prompts, completions)
+    rows = groups.rows
     if token_budget is None:
-        longest = max(prompt + max(members) for prompt, members in zip(prompt_lengths, lengths, strict=True))
-        token_budget = max(default_token_budget(handle), longest)
-    flat = [ids for members in completion_ids for ids in members]
-    ends = [0, *accumulate(len(ids) for ids in flat)]
-    if kept is not None and len(kept) != ends[-1]:
-        raise InputError(f"{len(kept)} kept sets were given for {ends[-1]} completion tokens")
-    plan = plan_packs(prompt_lengths, lengths, token_budget)
+        token_budget = max(default_token_budget(handle), int((prompt_ids.lengths + groups.longest).max()))
+    if kept is not None and len(kept) != len(rows.values):
+        raise InputError(f"{len(kept)} kept sets were given for {len(rows.values)} completion tokens")
+    prompt_ids, sizes = _as_groups(handle, prompt_ids, groups)
+    plan = plan_packs(prompt_ids.sizes, sizes, rows.sizes, token_budget)
     more = 0 if handle.sharded is None else handle.sharded.most(len(plan)) - len(plan)
     for pack in plan:
-        samples = [sample for members in pack.values() for sample in members]
-        sets = None
-        if kept is not None:
-            tokens = [torch.arange(ends[sample], ends[sample + 1]) for sample in samples]
-            sets = kept.select(torch.cat(tokens)).to(handle.device)
-        chosen = [[flat[sample] for sample in members] for members in pack.values()]
-        yield PackInputs(torch.tensor(samples), [prompt_ids[group] for group in pack], chosen, sets)
+        samples = torch.arange(pack.samples.start, pack.samples.stop)
+        members = rows[pack.samples.start : pack.samples.stop]
+        sets = None if kept is None else kept.select(rows.positions(samples)).to(handle.device)
+        shared = prompt_ids[pack.groups.start : pack.groups.stop]
+        yield PackInputs(samples, shared, RaggedGroups(members, pack.sizes), sets)
     yield from [_without_samples()] * more
 
 
 def _without_samples() -> PackInputs:
     token = torch.zeros(1, dtype=torch.long)
-    return PackInputs(token[:0], [token], [[token]], None)
+    row = Ragged(token, [1])
+    return PackInputs(token[:0], row, RaggedGroups(row, [1]), None)
 
 
-def _as_groups(
-    handle: ModelHandle, prompts: list[Any], completions: list[list[Any]]
-) -> tuple[list[Any], list[list[Any]]]:
-    """The groups that share a prompt. On the plain path every sample is a group of its own."""
+def _as_groups(handle: ModelHandle, prompts: Ragged, completions: RaggedGroups) -> tuple[Ragged, list[int]]:
+    """The prompts and sizes of the groups that share a prompt. On the plain path every sample is a group of its own."""
     if not handle.fallback_reason:
-        return prompts, completions
-    repeated = [prompt for prompt, members in zip(prompts, completions, strict=True) for _ in members]
-    return repeated, [[completion] for members in completions for completion in members]
-
-
-def lengths_of(completions: Sequence[Sequence[Tensor]]) -> list[list[int]]:
-    return [[ids.shape[0] for ids in members] for members in completions]
+        sizes: list[int] = completions.sizes.tolist()
+        return prompts, sizes
+    return prompts.take(completions.group_of), [1] * len(completions.rows)
 
 
 def _checked(
     handle: ModelHandle, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]]
-) -> tuple[list[Tensor], list[list[Tensor]]]:
+) -> tuple[Ragged, RaggedGroups]:
     if len(prompts) != len(completions) or not len(prompts):
         raise InputError(
             f"{len(prompts)} prompts but completions for {len(completions)}; give each prompt its list of completions"
         )
-    for number, members in enumerate(completions):
-        if not len(members):
-            raise InputError(f"prompt {number} has no completion; leave it out")
-    prompt_ids = [check_ids(ids, handle, f"prompt {number}") for number, ids in enumerate(prompts)]
-    if _are_valid_tensors([ids for members in completions for ids in members], handle):
-        completion_ids: list[list[Tensor]] = [list(members) for members in completions]  # type: ignore[arg-type]
+    sizes = completions.sizes.tolist() if isinstance(completions, RaggedGroups) else list(map(len, completions))
+    if not all(sizes):
+        raise InputError(f"prompt {sizes.index(0)} has no completion; leave it out")
+    prompt_ids = check_rows(prompts, handle, lambda number: f"prompt {number}")
+    if isinstance(completions, RaggedGroups):
+        rows: Sequence[Ids] = completions.rows
     else:
-        completion_ids = [
-            [check_ids(ids, handle, f"completion {i} of prompt {number}") for i, ids in enumerate(members)]
-            for number, members in enumerate(completions)
-        ]
-    for number, (prompt, lengths) in enumerate(zip(prompt_ids, lengths_of(completion_ids), strict=True)):
-        longest = len(prompt) + max(lengths)
-        if handle.context_length is not None and longest > handle.context_length:
-            raise InputError(
-                f"prompt {number} and its longest completion have {longest} tokens; the model's context length is "
-                f"{handle.context_length}"
-            )
+        rows = [ids for members in completions for ids in members]
+
+    def name(number: int) -> str:
+        group = next(group for group, end in enumerate(accumulate(sizes)) if number < end)
+        return f"completion {number - sum(sizes[:group])} of prompt {group}"
+
+    completion_ids = RaggedGroups(check_rows(rows, handle, name), sizes)
+    longest = prompt_ids.lengths + completion_ids.longest
+    if handle.context_length is not None and int(longest.max()) > handle.context_length:
+        number = int((longest > handle.context_length).nonzero()[0])
+        raise InputError(
+            f"prompt {number} and its longest completion have {int(longest[number])} tokens; the model's context "
+            f"length is {handle.context_length}"
+        )
     return prompt_ids, completion_ids
 
 
-def _are_valid_tensors(completions: Sequence[Ids], handle: ModelHandle) -> bool:
-    """Whether `check_ids` would return all of them unchanged, tested at once: thousands of short calls are slow."""
-    for ids in completions:
-        if not isinstance(ids, Tensor) or ids.dtype != torch.long or ids.is_cuda or ids.dim() != 1 or not ids.shape[0]:
-            return False
-    low, high = torch.cat(list(completions)).aminmax()  # type: ignore[arg-type]
-    return int(low) >= 0 and int(high) < handle.vocabulary
+def check_rows(rows: Sequence[Ids], handle: ModelHandle, name: Callable[[int], str]) -> Ragged:
+    """`check_ids` of each row; ``name`` gives a row's name for an error.
+
+    Tensors are tested all at once: thousands of short calls are slow.
+    """
+    if isinstance(rows, Ragged) or all(_is_plain(ids) for ids in rows):
+        ragged = Ragged.of(rows)
+        if _are_valid(ragged, handle):
+            return ragged
+    return Ragged.of([check_ids(ids, handle, name(number)) for number, ids in enumerate(rows)])
+
+
+def _is_plain(ids: Ids) -> bool:
+    return isinstance(ids, Tensor) and ids.dtype == torch.long and ids.device.type == "cpu" and ids.dim() == 1
+
+
+def _are_valid(rows: Ragged, handle: ModelHandle) -> bool:
+    """Whether `check_ids` would return all of them unchanged."""
+    if not _is_plain(rows.values) or not len(rows) or not all(rows.sizes):
+        return False
+    low, high = rows.values.aminmax()
+    fits = handle.context_length is None or rows.longest <= handle.context_length
+    return fits and int(low) >= 0 and int(high) < handle.vocabulary
 
 
 def check_ids(ids: Ids, handle: ModelHandle, name: str) -> Tensor:

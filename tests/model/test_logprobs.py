@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given
@@ -195,24 +197,51 @@ def test_a_completion_does_not_see_others():
 )
 def test_packs_keep_to_the_budget(groups, budget):
     prompts, completions = [p for p, _ in groups], [c for _, c in groups]
-    packs = plan_packs(prompts, completions, budget)
     group_of = [g for g, members in enumerate(completions) for _ in members]
     lengths = [length for members in completions for length in members]
+    packs = plan_packs(prompts, [len(members) for members in completions], lengths, budget)
     seen = []
     for pack in packs:
-        samples = [sample for members in pack.values() for sample in members]
-        assert list(dict.fromkeys(group_of[i] for i in samples)) == list(pack)
-        assert sum(prompts[g] for g in pack) + sum(lengths[i] - 1 for i in samples) <= budget
+        samples = list(pack.samples)
+        assert Counter(group_of[i] for i in samples) == dict(zip(pack.groups, pack.sizes, strict=True))
+        assert sum(prompts[g] for g in pack.groups) + sum(lengths[i] - 1 for i in samples) <= budget
         seen += samples
     assert seen == list(range(len(lengths)))
     for group, members in enumerate(completions):  # a group that fits is not split
         if prompts[group] + sum(length - 1 for length in members) <= budget:
-            assert sum(group in pack for pack in packs) == 1
+            assert sum(group in pack.groups for pack in packs) == 1
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 20), st.lists(st.integers(1, 20), min_size=1, max_size=9)), min_size=1, max_size=8
+    ),
+    st.integers(39, 120),
+)
+def test_packs_are_those_of_one_sample_after_another(groups, budget):
+    prompts, completions = [p for p, _ in groups], [c for _, c in groups]
+    wanted: list[dict[int, int]] = [{}]  # how many samples of each group
+    used = 0
+    for group, (prompt, lengths) in enumerate(groups):
+        total = prompt + sum(lengths) - len(lengths)
+        if used + total > budget and (total <= budget or used + prompt > budget):
+            wanted.append({})
+            used = 0
+        for length in lengths:
+            added = length - 1 if group in wanted[-1] else prompt + length - 1
+            if used + added > budget:
+                wanted.append({})
+                used, added = 0, prompt + length - 1
+            used += added
+            wanted[-1][group] = wanted[-1].get(group, 0) + 1
+    flat = [length for members in completions for length in members]
+    packs = plan_packs(prompts, [len(members) for members in completions], flat, budget)
+    assert [dict(zip(pack.groups, pack.sizes, strict=True)) for pack in packs] == [pack for pack in wanted if pack]
 
 
 def test_a_budget_that_is_too_small():
     with pytest.raises(InputError, match=r"sample 1 takes 19 tokens with its prompt, more than token_budget 15"):
-        plan_packs([10], [[3, 10]], 15)
+        plan_packs([10], [2], [3, 10], 15)
 
 
 @pytest.mark.parametrize(

@@ -185,8 +185,8 @@ def test_packed_tokens_are_those_of_a_pack():
 
     work = StepWork(prompts=5, prompt_tokens=7, samples=4, answer_tokens=9, max_tokens=9)
     for budget in (15, 24, 31, 39, 40, 77, 78, 200):
-        packs = plan_packs([7] * 5, [[9] * 4] * 5, budget)
-        tokens = [sum(7 + 8 * len(members) for members in pack.values()) for pack in packs]
+        packs = plan_packs([7] * 5, [4] * 5, [9] * 20, budget)
+        tokens = [7 * len(pack.sizes) + 8 * len(pack.samples) for pack in packs]
         planned = work.packs(budget)
         assert planned.largest == max(tokens), budget
         # A divided group may leave room in a pack, which this does not follow.

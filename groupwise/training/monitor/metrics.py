@@ -134,8 +134,8 @@ def _signal_metrics(
 ) -> dict[str, float]:
     """The share of samples with a learning signal, the share of tokens not computed, and the cost of resampling."""
     batch = rollout.batch
-    tokens = sum(len(prompt.ids) for prompt in batch.prompts) + int(batch.lengths.sum())
-    computed = sum(sum(map(len, minibatch.prompts)) + minibatch.totals.computed_tokens for minibatch in minibatches)
+    tokens = len(batch.prompt_ids.values) + len(batch.ids.values)
+    computed = sum(len(minibatch.prompts.values) + minibatch.totals.computed_tokens for minibatch in minibatches)
     metrics = {
         "signal/contributing": _mean(group_advantages.contributes.double()),
         "signal/tokens_not_computed": 1 - computed / tokens,

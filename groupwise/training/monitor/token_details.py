@@ -101,9 +101,7 @@ class TokenDetails:
     def _policy_and_reference(self, batch: Batch, step_recipe: Recipe) -> tuple[TokenLogps, TokenLogps | None]:
         # Not compiled: a pass without gradient would be compiled separately, for a minute that few tokens do not earn.
         handle, updater = replace(self.updater.handle, compiled=None), self.updater
-        groups = range(0, len(batch), batch.samples)
-        completions = [batch.ids[start : start + batch.samples] for start in groups]
-        longest = max(len(prompt.ids) for prompt in batch.prompts) + int(batch.lengths.max())
+        longest = batch.prompt_ids.longest + batch.ids.longest
         # Ranks that share weights cannot repeat a pass, so theirs is small: the update needs many times its memory.
         budget = updater.token_budget // (1 if handle.sharded is None else 4)
 
@@ -115,8 +113,8 @@ class TokenDetails:
         def compute(with_entropy: bool) -> TokenLogps:
             return completion_logps(
                 handle,
-                [prompt.ids for prompt in batch.prompts],
-                completions,
+                batch.prompt_ids,
+                batch.completions,
                 temperature=step_recipe.sampling.temperature,
                 kept=batch.kept,
                 with_entropy=with_entropy,

@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from groupwise.config import Recipe
 from groupwise.errors import CheckpointError, ConfigError
 from groupwise.rewards.scorer import LOST_BATCHES
@@ -56,7 +54,8 @@ class Group:
     error: BaseException | None = None
 
     def sampled(self, batch: Batch, default: int) -> None:
-        self.version = min((int(versions.min()) for versions in batch.versions if len(versions)), default=default)
+        versions = batch.versions.values
+        self.version = int(versions.min()) if len(versions) else default
 
 
 class AsyncCollector(RolloutCollector):
@@ -318,7 +317,7 @@ class AsyncCollector(RolloutCollector):
                 self._changed.wait(POLL)
 
     def _metrics(self, step: int, batch: Batch) -> dict[str, float]:
-        versions = torch.cat([torch.tensor([], dtype=torch.int32), *batch.versions]).double()
+        versions = batch.versions.values.double()
         dropped = [reason for line in self._lines for _, reason in line.dropped]
         metrics = {
             "async/staleness_mean": float((step - versions).mean()) if len(versions) else 0.0,
@@ -377,8 +376,8 @@ class AsyncCollector(RolloutCollector):
 
 
 def _versions(batch: Batch) -> tuple[int, int]:
-    versions = [version for sample in batch.versions for version in sample.tolist()]
-    return min(versions, default=0), max(versions, default=0)
+    versions = batch.versions.values
+    return (int(versions.min()), int(versions.max())) if len(versions) else (0, 0)
 
 
 def _joined(results: Sequence[RolloutResult]) -> RolloutResult:

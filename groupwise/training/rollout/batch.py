@@ -11,28 +11,33 @@ import torch
 from torch import Tensor
 
 from groupwise.core.filters import KeptSets
+from groupwise.core.ragged import Ragged, RaggedGroups, Rows
 from groupwise.data import Prompt
 from groupwise.grouping.grouper import GroupingResult, join_results
 from groupwise.tasks.base import TaskRow
 from groupwise.training.preference.group_pairs import GroupPairs
 
 PROMPT_LISTS = ("rows", "row_numbers", "prompts")  # the lists of a batch with an entry per prompt
-SAMPLE_LISTS = ("ids", "texts", "stop_reasons", "sampler_logps", "versions")  # and per sample
+SAMPLE_LISTS = ("texts", "stop_reasons")  # and per sample
+TOKEN_ROWS = ("ids", "sampler_logps", "versions")  # ragged, with a value per sampled token
 
 
 @dataclass(frozen=True)
 class Batch:
-    """``P`` prompts with ``G`` sampled and scored completions each: ``B = P·G`` samples, prompt after prompt."""
+    """``P`` prompts with ``G`` sampled and scored completions each: ``B = P·G`` samples, prompt after prompt.
+
+    Lists of tensors per sample become ragged rows.
+    """
 
     rows: list[TaskRow]  # P
     row_numbers: list[int]  # P: indices into the data
     prompts: list[Prompt]  # P
     samples: int  # G
-    ids: list[Tensor]  # B, (t,) each
+    ids: Ragged  # B, (t,) each
     texts: list[str]  # B
     stop_reasons: list[str]  # B
-    sampler_logps: list[Tensor]  # B, (t,) each: under the distribution that is trained
-    versions: list[Tensor]  # B, (t,) int32 each: of the weights that sampled each token
+    sampler_logps: Ragged  # B, (t,) each: under the distribution that is trained
+    versions: Ragged  # B, (t,) int32 each: of the weights that sampled each token
     kept: KeptSets | None  # one token set per sampled token, in order
     rewards: Tensor  # (B, K) float64, NaN where a function gave no reward
     dropped: Tensor  # (B,) bool: a reward failed, so the sample is ignored
@@ -40,12 +45,32 @@ class Batch:
     filtered_probability: Tensor | None = None  # (B,) removed by the filters, summed over tokens; with ``kept``
     similarity: GroupingResult | None = None  # P: clusters of similar completions
 
+    def __post_init__(self) -> None:
+        for name in TOKEN_ROWS:
+            object.__setattr__(self, name, Ragged.of(getattr(self, name)))
+
     def __len__(self) -> int:
         return len(self.ids)
 
-    @cached_property
+    @property
     def lengths(self) -> Tensor:
-        return torch.tensor([ids.shape[0] for ids in self.ids])
+        return self.ids.lengths
+
+    @cached_property
+    def prompt_ids(self) -> Ragged:
+        return Ragged.of([prompt.ids for prompt in self.prompts])
+
+    @cached_property
+    def teacher_ids(self) -> Ragged | None:
+        """The prompts as a teacher sees them, if it is shown more."""
+        if all(prompt.teacher_ids is None for prompt in self.prompts):
+            return None
+        return Ragged.of([prompt.teacher_ids or prompt.ids for prompt in self.prompts])
+
+    @property
+    def completions(self) -> RaggedGroups:
+        """The sampled ids by prompt."""
+        return RaggedGroups(self.ids, [self.samples] * len(self.prompts))
 
     @property
     def scored(self) -> Tensor:
@@ -59,9 +84,10 @@ class Batch:
 
     def take(self, prompts: Sequence[int]) -> Batch:
         """The batch of these prompts."""
-        samples = [prompt * self.samples + sample for prompt in prompts for sample in range(self.samples)]
+        samples = self.samples_of(prompts).tolist()
         lists: dict[str, Any] = {name: [getattr(self, name)[i] for i in prompts] for name in PROMPT_LISTS}
         lists |= {name: [getattr(self, name)[i] for i in samples] for name in SAMPLE_LISTS}
+        lists |= {name: getattr(self, name).take(samples) for name in TOKEN_ROWS}
         return replace(
             self,
             **lists,
@@ -73,11 +99,14 @@ class Batch:
             similarity=None if self.similarity is None else self.similarity.take(prompts),
         )
 
-    def token_indices(self, samples: Sequence[int]) -> Tensor:
+    def samples_of(self, prompts: Sequence[int]) -> Tensor:
+        """The numbers of these prompts' samples."""
+        firsts = self.samples * torch.as_tensor(list(prompts), dtype=torch.long)
+        return (firsts[:, None] + torch.arange(self.samples)).flatten()
+
+    def token_indices(self, samples: Rows) -> Tensor:
         """The indices of these samples' tokens in the concatenation of all samples."""
-        ends = self.lengths.cumsum(0).tolist()
-        ranges = [torch.arange(ends[i] - len(self.ids[i]), ends[i]) for i in samples]
-        return torch.cat(ranges) if ranges else torch.zeros(0, dtype=torch.long)
+        return self.ids.positions(samples)
 
 
 def join(batches: Sequence[Batch]) -> Batch:
@@ -85,6 +114,7 @@ def join(batches: Sequence[Batch]) -> Batch:
     lists: dict[str, Any] = {
         name: [value for batch in batches for value in getattr(batch, name)] for name in (*PROMPT_LISTS, *SAMPLE_LISTS)
     }
+    lists |= {name: Ragged.join([getattr(batch, name) for batch in batches]) for name in TOKEN_ROWS}
     sets = [batch.kept for batch in batches if batch.kept is not None]
     filtered = [batch.filtered_probability for batch in batches if batch.filtered_probability is not None]
     similarity = [batch.similarity for batch in batches if batch.similarity is not None]
@@ -105,8 +135,8 @@ def join(batches: Sequence[Batch]) -> Batch:
 
 def empty_batch(rewards: int) -> Batch:
     """The batch of a step without sampling; ``rewards`` is the number of reward functions."""
-    nothing = torch.zeros(0, dtype=torch.bool)
-    return Batch([], [], [], 1, [], [], [], [], [], None, torch.zeros(0, rewards, dtype=torch.float64), nothing)
+    nothing, rows = torch.zeros(0, dtype=torch.bool), Ragged.of([])
+    return Batch([], [], [], 1, rows, [], [], rows, rows, None, torch.zeros(0, rewards, dtype=torch.float64), nothing)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from groupwise.config import Recipe
+from groupwise.core.ragged import Ragged
 from groupwise.data import Order, Prompt, decode_completions, reward_inputs, where_of
 from groupwise.data.rows import name_completion
 from groupwise.generate.engine import watched
@@ -199,11 +200,11 @@ class RolloutCollector:
             row_numbers=list(rows),
             prompts=[self.prompts[row] for row in rows],
             samples=samples,
-            ids=list(torch.split(rollout.ids[rollout.mask], completions.lengths)),
+            ids=Ragged.from_padded(rollout.ids, rollout.lengths),
             texts=completions.texts,
             stop_reasons=list(rollout.stop_reasons),
-            sampler_logps=list(torch.split(logps[rollout.mask], completions.lengths)),
-            versions=list(torch.split(rollout.versions[rollout.mask], completions.lengths)),
+            sampler_logps=Ragged.from_padded(logps, rollout.lengths),
+            versions=Ragged.from_padded(rollout.versions, rollout.lengths),
             kept=rollout.kept,
             rewards=torch.zeros(len(completions.ids), 0, dtype=torch.float64),
             dropped=torch.zeros(len(completions.ids), dtype=torch.bool),

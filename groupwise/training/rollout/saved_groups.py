@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from groupwise.core.filters import KeptSets
+from groupwise.core.ragged import Ragged
 from groupwise.data import Prompt
 from groupwise.errors import CheckpointError
 from groupwise.generate.types import STOP_REASONS
@@ -62,9 +63,9 @@ def write_groups(folder: Path, groups: Mapping[int, RolloutResult]) -> None:
     for number, result in groups.items():
         batch = result.batch
         parts = {
-            "ids": torch.cat(batch.ids),
-            "sampler_logps": torch.cat(batch.sampler_logps),
-            "versions": torch.cat(batch.versions),
+            "ids": batch.ids.values,
+            "sampler_logps": batch.sampler_logps.values,
+            "versions": batch.versions.values,
             "rewards": batch.rewards,
             "dropped": batch.dropped,
         }
@@ -74,7 +75,8 @@ def write_groups(folder: Path, groups: Mapping[int, RolloutResult]) -> None:
             parts["filtered_probability"] = batch.filtered_probability
         if batch.similarity is not None:
             parts |= {f"similarity_{name}": getattr(batch.similarity, name) for name in SIMILARITY}
-        tensors |= {f"{number}/{name}": tensor for name, tensor in parts.items()}
+        # Clones, because a file cannot hold tensors that share memory.
+        tensors |= {f"{number}/{name}": tensor.clone() for name, tensor in parts.items()}
         details.append(
             {
                 "number": number,
@@ -130,7 +132,7 @@ def _restore(entry: _Details, tensors: Mapping[str, Tensor], source: GroupSource
         raise ValueError(f"group {entry.number} has columns of other lengths than its {samples} completions")
     if not set(entry.stop_reasons) <= set(STOP_REASONS):
         raise ValueError(f"group {entry.number} has unknown stop reasons")
-    ids = list(torch.split(parts["ids"], lengths))
+    ids = Ragged(parts["ids"], lengths)
     kept = KeptSets(parts["kept_ids"], parts["kept_offsets"]) if "kept_ids" in parts else None
     if kept is not None and len(kept) != sum(lengths):
         raise ValueError(f"group {entry.number} has {len(kept)} sets of kept tokens for {sum(lengths)} tokens")
@@ -143,10 +145,10 @@ def _restore(entry: _Details, tensors: Mapping[str, Tensor], source: GroupSource
         prompts=[source.prompts[entry.row]],
         samples=samples,
         ids=ids,
-        texts=source.tokenizer.batch_decode([tokens.tolist() for tokens in ids], skip_special_tokens=True),
+        texts=source.tokenizer.batch_decode(ids.tolist(), skip_special_tokens=True),
         stop_reasons=entry.stop_reasons,
-        sampler_logps=list(torch.split(parts["sampler_logps"], lengths)),
-        versions=list(torch.split(parts["versions"], lengths)),
+        sampler_logps=Ragged(parts["sampler_logps"], lengths),
+        versions=Ragged(parts["versions"], lengths),
         kept=kept,
         rewards=parts["rewards"],
         dropped=parts["dropped"],

@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-import torch
-
 from groupwise.config import Recipe
 from groupwise.core.filters import KeptSets
+from groupwise.core.ragged import Ragged
 from groupwise.distributed.ranks import Ranks
 from groupwise.grouping.grouper import GroupingResult
 from groupwise.rewards.sharded import plain_value
 from groupwise.training.rollout.async_collector import AsyncCollector, RolloutsStopped
-from groupwise.training.rollout.batch import Batch
+from groupwise.training.rollout.batch import TOKEN_ROWS, Batch
 from groupwise.training.rollout.collector import RolloutResult, Timer
 
 NUMBERS = ("tokens", "prompts", "rounds", "replaced", "failures", "metrics", "skipped", "queue")  # of a result
-PER_TOKEN = ("ids", "sampler_logps", "versions")  # of a batch
 AS_IT_IS = ("row_numbers", "samples", "texts", "stop_reasons", "rewards", "dropped", "filtered_probability")
 
 
@@ -54,7 +52,7 @@ class SharedCollector(AsyncCollector):
     def _batch(self, message: dict[str, Any]) -> Batch:
         rows, lengths = message["row_numbers"], message["lengths"]
         kept, similarity = message["kept"], message["similarity"]
-        columns: dict[str, Any] = {name: list(torch.split(message[name], lengths)) for name in PER_TOKEN}
+        columns: dict[str, Any] = {name: Ragged(message[name], lengths) for name in TOKEN_ROWS}
         columns |= {name: message[name] for name in AS_IT_IS}
         return Batch(
             rows=[self.rows[row] for row in rows],
@@ -76,7 +74,7 @@ def _batch_message(batch: Batch) -> dict[str, Any]:
     kept, similarity = batch.kept, batch.similarity
     return {
         "lengths": batch.lengths.tolist(),
-        **{name: torch.cat(getattr(batch, name)) for name in PER_TOKEN},
+        **{name: getattr(batch, name).values for name in TOKEN_ROWS},
         **{name: getattr(batch, name) for name in AS_IT_IS},
         "extra": {name: [plain_value(value) for value in values] for name, values in batch.extra.items()},
         "kept": None if kept is None else {"ids": kept.ids, "offsets": kept.offsets},

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.config import Recipe
 from groupwise.core.filters import KeptSets
+from groupwise.core.ragged import Ragged, RaggedGroups
 from groupwise.training.preference.reference_cache import TokenPair
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.update.correction import CorrectionCounts, masks_by_sampler
@@ -22,8 +22,8 @@ from groupwise.training.update.teacher import TeacherLogps
 class CompletionBatch(NamedTuple):
     """Completions to compute log-probs of: prompts, the completions of each, and the token sets kept at sampling."""
 
-    prompts: list[tuple[int, ...]]
-    completions: list[list[Tensor]]
+    prompts: Ragged
+    completions: RaggedGroups
     kept: KeptSets | None
 
 
@@ -56,8 +56,8 @@ class MiniBatch:
     """The samples of a mini-batch that have to be computed; row i is sample ``samples[i]`` of the batch."""
 
     samples: list[int]
-    prompts: list[tuple[int, ...]]  # of the prompts they belong to
-    completions: list[list[Tensor]]  # by prompt
+    prompts: Ragged  # the ids of the prompts they belong to
+    completions: RaggedGroups  # by prompt
     kept: KeptSets | None
     advantages: Tensor  # (n,)
     prompt_tokens: Tensor  # (n,) of all completions of a row's prompt in the mini-batch, computed or not
@@ -66,7 +66,7 @@ class MiniBatch:
     mask: Tensor  # (n, T)
     totals: Totals
     pairs: MiniBatchPairs
-    teacher_prompts: list[tuple[int, ...]]  # `prompts` as a teacher sees them
+    teacher_prompts: Ragged  # `prompts` as a teacher sees them
     old_logps: Tensor | None = None  # (n, T)
     ref_logps: Tensor | None = None  # (n, T)
     teacher: TeacherLogps | None = None  # what was computed before the first update
@@ -85,13 +85,11 @@ class MiniBatch:
 
     def select(self, chosen: Tensor) -> CompletionBatch:
         """The completions of the rows ``chosen`` ``(n,)`` bool, with their prompts."""
-        rows, numbers = chosen.tolist(), iter(range(len(self)))
-        groups = [[ids for ids in members if rows[next(numbers)]] for members in self.completions]
-        kept = self.kept
+        sizes, kept = self.completions.sum(chosen), self.kept
         if kept is not None:
             kept = kept.select((chosen[:, None] & self.mask)[self.mask].nonzero().squeeze(1))
-        prompts = [prompt for prompt, members in zip(self.prompts, groups, strict=True) if members]
-        return CompletionBatch(prompts, [members for members in groups if members], kept)
+        completions = RaggedGroups(self.completions.rows.take(chosen), sizes[sizes > 0])
+        return CompletionBatch(self.prompts.take(sizes > 0), completions, kept)
 
 
 def split_minibatches(
@@ -123,14 +121,13 @@ def build_minibatch(
     dataset_pairs: DatasetPairs | None = None,
 ) -> MiniBatch:
     """The mini-batch of these prompts, with the samples that contribute, or all samples if a term needs them."""
-    members = [prompt * batch.samples + sample for prompt in prompts for sample in range(batch.samples)]
-    return build_from_samples(batch, group_advantages, members, step_recipe, dataset_pairs)
+    return build_from_samples(batch, group_advantages, batch.samples_of(prompts), step_recipe, dataset_pairs)
 
 
 def build_from_samples(
     batch: Batch,
     group_advantages: GroupAdvantages,
-    members: Sequence[int],
+    members: Sequence[int] | Tensor,
     step_recipe: Recipe,
     dataset_pairs: DatasetPairs | None = None,
 ) -> MiniBatch:
@@ -138,44 +135,43 @@ def build_from_samples(
 
     Those that masks.drop_equal_rewards drops are left out of every number.
     """
+    members = torch.as_tensor(members, dtype=torch.long)
     dropped = group_advantages.masked_out.get("equal_rewards")
     if dropped is not None:
-        members = [i for i in members if not dropped[i]]
-    contributes, allowed = group_advantages.contributes.tolist(), group_advantages.allowed.tolist()
-    compute_all, lengths = _needs_all_samples(step_recipe), batch.lengths
-    cut = [step_recipe.masks.drop_truncated and reason == "length" for reason in batch.stop_reasons]
-    if any(cut):
-        lengths = torch.where(torch.tensor(cut), 0, lengths)
-    computed = [i for i in members if (compute_all or contributes[i]) and not cut[i]]
-    by_prompt: dict[int, list[int]] = {}
-    for sample in computed:
-        by_prompt.setdefault(sample // batch.samples, []).append(sample)
-    computed = [sample for samples in by_prompt.values() for sample in samples]
+        members = members[~dropped[members]]
+    allowed, lengths, computed = group_advantages.allowed, batch.lengths, members
+    if not _needs_all_samples(step_recipe):
+        computed = computed[group_advantages.contributes[computed]]
+    if step_recipe.masks.drop_truncated:
+        cut = torch.tensor([reason == "length" for reason in batch.stop_reasons], dtype=torch.bool)
+        lengths, computed = torch.where(cut, 0, lengths), computed[~cut[computed]]
+    computed = _by_prompt(computed, batch)
     divided_by = members
     if step_recipe.loss.denominator == "policy_mask":
-        divided_by = [i for i in members if allowed[i]]
+        divided_by = members[allowed[members]]
     prompt_tokens = torch.zeros(len(batch.prompts), dtype=torch.long)
-    prompt_tokens.index_add_(0, torch.tensor(members, dtype=torch.long) // batch.samples, lengths[members].long())
-    sampler_logps = [batch.sampler_logps[i] for i in computed]
-    mask = torch.arange(int(lengths[computed].max()) if computed else 0) < lengths[computed][:, None]
-    pairs = _pairs(group_advantages, computed, dataset_pairs or DatasetPairs())
+    prompt_tokens.index_add_(0, members // batch.samples, lengths[members])
+    prompts, completions = RaggedGroups.by_row(batch.ids.take(computed), computed // batch.samples)
+    prompt_ids = batch.prompt_ids.take(prompts)
+    samples: list[int] = computed.tolist()
+    pairs = _pairs(group_advantages, samples, dataset_pairs or DatasetPairs())
     local_batch, local_lengths = _local_batches(members, computed, lengths, step_recipe.train.local_batch_size)
     return MiniBatch(
-        samples=computed,
-        prompts=[batch.prompts[prompt].ids for prompt in by_prompt],
-        completions=[[batch.ids[i] for i in samples] for samples in by_prompt.values()],
+        samples=samples,
+        prompts=prompt_ids,
+        completions=completions,
         kept=None if batch.kept is None else batch.kept.select(batch.token_indices(computed)),
         advantages=group_advantages.advantages[computed],
-        prompt_tokens=prompt_tokens[torch.tensor(computed, dtype=torch.long) // batch.samples],
-        allowed=group_advantages.allowed[computed],
-        sampler_logps=pad_sequence(sampler_logps, batch_first=True) if computed else torch.zeros(mask.shape),
-        mask=mask,
+        prompt_tokens=prompt_tokens[computed // batch.samples],
+        allowed=allowed[computed],
+        sampler_logps=batch.sampler_logps.take(computed).padded(),
+        mask=completions.rows.mask,
         totals=Totals(
             tokens=int(lengths[members].sum()),
             sequences=len(members),
             policy_tokens=int(lengths[divided_by].sum()),
             policy_sequences=len(divided_by),
-            computed_tokens=int(mask.sum()),
+            computed_tokens=len(completions.rows.values),
             computed_sequences=len(computed),
             pairs=len(pairs),
             prompts=int((prompt_tokens > 0).sum()),
@@ -184,33 +180,39 @@ def build_from_samples(
         pairs=pairs,
         local_batch=local_batch,
         local_lengths=local_lengths,
-        teacher_prompts=[batch.prompts[prompt].teacher_ids or batch.prompts[prompt].ids for prompt in by_prompt],
+        teacher_prompts=prompt_ids if batch.teacher_ids is None else batch.teacher_ids.take(prompts),
     )
 
 
-def _token_scale(lengths: Tensor, members: Sequence[int]) -> float:
+def _by_prompt(samples: Tensor, batch: Batch) -> Tensor:
+    """The samples of each prompt together, the prompts in the order in which they occur."""
+    prompt_of = samples // batch.samples
+    first = torch.zeros(len(batch.prompts), dtype=torch.long)
+    first.scatter_reduce_(0, prompt_of, torch.arange(len(samples)), "amin", include_self=False)
+    return samples[first[prompt_of].argsort(stable=True)]
+
+
+def _token_scale(lengths: Tensor, members: Tensor) -> float:
     """The mini-batch's tokens per completion, relative to the batch's."""
     everywhere = float(lengths.double().mean()) if len(lengths) else 0.0
-    return float(lengths[members].double().mean()) / everywhere if everywhere and members else 1.0
+    return float(lengths[members].double().mean()) / everywhere if everywhere and len(members) else 1.0
 
 
 def _local_batches(
-    members: Sequence[int], computed: Sequence[int], lengths: Tensor, size: int | None
+    members: Tensor, computed: Tensor, lengths: Tensor, size: int | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """The local batch of each computed sample, and the mean length of all completions of that batch."""
     if size is None:
         return None, None
-    batches = [members[start : start + size] for start in range(0, len(members), size)]
-    batch_of = {sample: number for number, batch in enumerate(batches) for sample in batch}
-    means = torch.tensor([float(lengths[batch].double().mean()) for batch in batches], dtype=torch.float64)
-    numbers = torch.tensor([batch_of[sample] for sample in computed], dtype=torch.long)
-    return numbers, means[numbers]
+    means = torch.stack([part.double().mean() for part in torch.split(lengths[members], size)])
+    batch_of = torch.zeros(len(lengths), dtype=torch.long)
+    batch_of[members] = torch.arange(len(members)) // size
+    return batch_of[computed], means[batch_of[computed]]
 
 
 def longest_sequence(batch: MiniBatch | CompletionBatch) -> int:
     """Tokens of the longest completion to be computed, with its prompt; a data set's pairs included."""
-    groups = zip(batch.prompts, batch.completions, strict=True)
-    sampled = [len(prompt) + max(len(ids) for ids in members) for prompt, members in groups]
+    sampled: list[int] = (batch.prompts.lengths + batch.completions.longest).tolist()
     pairs = batch.pairs.dataset.pairs if isinstance(batch, MiniBatch) else ()
     return max([0, *sampled, *(pair.longest for pair in pairs)])
 

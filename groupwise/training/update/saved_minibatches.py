@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from groupwise.core.filters import KeptSets
+from groupwise.core.ragged import Ragged, RaggedGroups
 from groupwise.errors import CheckpointError
 from groupwise.rundir import write_safetensors
 from groupwise.text import excerpt
@@ -55,16 +56,16 @@ def _parts(minibatch: MiniBatch) -> dict[str, Tensor]:
     pairs, dataset = minibatch.pairs, minibatch.pairs.dataset
     parts: dict[str, Tensor | None] = {
         "samples": torch.tensor(minibatch.samples, dtype=torch.long),
-        **_sequences("prompt", _tensors(minibatch.prompts)),
-        **_sequences("teacher_prompt", _tensors(minibatch.teacher_prompts)),
-        **_sequences("completion", [ids for members in minibatch.completions for ids in members]),
-        "members": torch.tensor([len(members) for members in minibatch.completions], dtype=torch.long),
+        **_sequences("prompt", minibatch.prompts),
+        **_sequences("teacher_prompt", minibatch.teacher_prompts),
+        **_sequences("completion", minibatch.completions.rows),
+        "members": minibatch.completions.sizes,
         "pair_rows": pairs.rows,
         "pair_reference": pairs.reference,
         "dataset_reference": dataset.reference,
-        **_sequences("dataset_prompt", _tensors(pair.prompt for pair in dataset.pairs)),
-        **_sequences("dataset_chosen", [pair.chosen for pair in dataset.pairs]),
-        **_sequences("dataset_rejected", [pair.rejected for pair in dataset.pairs]),
+        **_sequences("dataset_prompt", Ragged.of([pair.prompt for pair in dataset.pairs])),
+        **_sequences("dataset_chosen", Ragged.of([pair.chosen for pair in dataset.pairs])),
+        **_sequences("dataset_rejected", Ragged.of([pair.rejected for pair in dataset.pairs])),
         **{field.name: getattr(minibatch, field.name) for field in fields(minibatch) if field.name not in OTHERS},
     }
     if minibatch.kept is not None:
@@ -78,19 +79,17 @@ def _restore(number: int, tensors: Mapping[str, Tensor], totals: Totals) -> Mini
     """A mini-batch from its tensors; any error means that they are damaged."""
     prefix = f"{number}/"
     parts = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    completions, samples = _split(parts, "completion"), parts["samples"].tolist()
-    groups: list[list[Tensor]] = []
-    for count in parts["members"].tolist():
-        done = sum(map(len, groups))
-        groups.append(completions[done : done + count])
+    samples = parts["samples"].tolist()
+    completions = RaggedGroups(_rows(parts, "completion"), parts["members"])
     named = {field.name: parts.get(field.name) for field in fields(MiniBatch) if field.name not in OTHERS}
     rows = {name: len(tensor) for name, tensor in named.items() if tensor is not None}
-    if {len(samples), len(completions), sum(map(len, groups)), *rows.values()} != {len(samples)}:
-        raise ValueError(f"mini-batch {number} has {len(samples)} samples, but {len(completions)} completions, {rows}")
+    if {len(samples), len(completions.rows), *rows.values()} != {len(samples)}:
+        count = len(completions.rows)
+        raise ValueError(f"mini-batch {number} has {len(samples)} samples, but {count} completions, {rows}")
     pairs = [
         TokenPair(tuple(prompt.tolist()), chosen, rejected)
         for prompt, chosen, rejected in zip(
-            *(_split(parts, f"dataset_{name}") for name in ("prompt", "chosen", "rejected")), strict=True
+            *(_rows(parts, f"dataset_{name}") for name in ("prompt", "chosen", "rejected")), strict=True
         )
     ]
     dataset = DatasetPairs(pairs, parts.get("dataset_reference"))
@@ -99,9 +98,9 @@ def _restore(number: int, tensors: Mapping[str, Tensor], totals: Totals) -> Mini
         teacher = TeacherLogps(parts["teacher_logps"], parts.get("teacher_top_ids"), parts.get("teacher_top_logps"))
     return MiniBatch(
         samples=samples,
-        prompts=[tuple(prompt.tolist()) for prompt in _split(parts, "prompt")],
-        teacher_prompts=[tuple(prompt.tolist()) for prompt in _split(parts, "teacher_prompt")],
-        completions=groups,
+        prompts=_rows(parts, "prompt"),
+        teacher_prompts=_rows(parts, "teacher_prompt"),
+        completions=completions,
         kept=KeptSets(parts["kept_ids"], parts["kept_offsets"]) if "kept_ids" in parts else None,
         pairs=MiniBatchPairs(parts["pair_rows"], dataset, parts.get("pair_reference")),
         totals=totals,
@@ -110,16 +109,9 @@ def _restore(number: int, tensors: Mapping[str, Tensor], totals: Totals) -> Mini
     )
 
 
-def _tensors(prompts: Iterable[Sequence[int]]) -> list[Tensor]:
-    return [torch.tensor(prompt, dtype=torch.long) for prompt in prompts]
+def _sequences(name: str, rows: Ragged) -> dict[str, Tensor]:
+    return {f"{name}_ids": rows.values, f"{name}_lengths": rows.lengths}
 
 
-def _sequences(name: str, sequences: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {
-        f"{name}_ids": torch.cat([torch.zeros(0, dtype=torch.long), *sequences]),
-        f"{name}_lengths": torch.tensor([len(ids) for ids in sequences], dtype=torch.long),
-    }
-
-
-def _split(parts: Mapping[str, Tensor], name: str) -> list[Tensor]:
-    return list(torch.split(parts[f"{name}_ids"], parts[f"{name}_lengths"].tolist()))
+def _rows(parts: Mapping[str, Tensor], name: str) -> Ragged:
+    return Ragged(parts[f"{name}_ids"], parts[f"{name}_lengths"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -64,7 +63,7 @@ def share_of(minibatch: MiniBatch, ranks: Ranks) -> Share:
             mask=minibatch.mask[rows],
             old_logps=taken(minibatch.old_logps),
             ref_logps=taken(minibatch.ref_logps),
-            teacher_prompts=[minibatch.teacher_prompts[prompt] for prompt in prompts],
+            teacher_prompts=minibatch.teacher_prompts.take(prompts),
             teacher=None if minibatch.teacher is None else minibatch.teacher.take(rows),
             weights=taken(minibatch.weights),
             local_batch=taken(minibatch.local_batch),
@@ -98,7 +97,7 @@ def divide_logps(
     def work(prompts: list[int]) -> list[list[Tensor | None]]:
         part, _ = _take_prompts(batch, prompts)
         result = compute(part)
-        sizes = [len(members) for members in part.completions]
+        sizes = part.completions.sizes.tolist()
         entropy = [None] * len(sizes) if result.entropy is None else torch.split(result.entropy, sizes)
         return [
             list(values)
@@ -120,18 +119,12 @@ def _joined(pieces: Sequence[Tensor | None]) -> Tensor | None:
 
 def _costs(batch: MiniBatch | CompletionBatch) -> list[float]:
     """The tokens of each prompt with its completions."""
-    groups = zip(batch.prompts, batch.completions, strict=True)
-    return [len(prompt) + sum(len(ids) for ids in members) for prompt, members in groups]
+    costs: list[float] = (batch.prompts.lengths + batch.completions.totals).tolist()
+    return costs
 
 
 def _take_prompts(batch: MiniBatch | CompletionBatch, prompts: Sequence[int]) -> tuple[CompletionBatch, Tensor]:
     """The completions of these prompts, and their rows."""
-    firsts = [0, *accumulate(len(members) for members in batch.completions)]
-    rows = [row for prompt in prompts for row in range(firsts[prompt], firsts[prompt + 1])]
-    kept = batch.kept
-    if kept is not None:
-        ends = [0, *accumulate(len(ids) for members in batch.completions for ids in members)]
-        tokens = [torch.arange(ends[row], ends[row + 1]) for row in rows]
-        kept = kept.select(torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.long))
-    chosen = CompletionBatch([batch.prompts[i] for i in prompts], [batch.completions[i] for i in prompts], kept)
-    return chosen, torch.tensor(rows, dtype=torch.long)
+    rows = batch.completions.row_numbers(prompts)
+    kept = None if batch.kept is None else batch.kept.select(batch.completions.rows.positions(rows))
+    return CompletionBatch(batch.prompts.take(prompts), batch.completions.take(prompts), kept), rows

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.core.distillation import NextTokens, reverse_kl, top_k_reverse_kl
+from groupwise.core.ragged import Ragged, RaggedGroups
 from groupwise.distributed.fsdp import full
 from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ConfigError
@@ -111,8 +111,8 @@ class TeacherKL:
     teacher: Teacher
     handle: ModelHandle  # the policy's
     reference: Reference | None
-    prompts: Sequence[tuple[int, ...]]  # the teacher's
-    completions: Sequence[Sequence[Tensor]]  # by prompt
+    prompts: Ragged  # the teacher's
+    completions: RaggedGroups  # by prompt
     server_logps: TeacherLogps | None
     temperature: float
     token_budget: int
@@ -130,19 +130,14 @@ class TeacherKL:
             ids = torch.where(ids < self._student(states).vocabulary, ids, -1)  # a server's may be padded to more
             compute = partial(self._top_k_kl, states, ids, logps)
         else:
-            compute = partial(self._full_kl, states, self._teacher_tokens(rows.tolist()))
+            compute = partial(self._full_kl, states, self._teacher_tokens(rows))
         kl, same = self.handle.run(compute)
         return flat_to_rows(kl, mask), flat_to_rows(same, mask)
 
-    def _teacher_tokens(self, rows: list[int]) -> NextTokens:
+    def _teacher_tokens(self, rows: Tensor) -> NextTokens:
         handle = self.teacher.handle or self.handle
-        prompts: list[tuple[int, ...]] = []
-        completions: list[list[Tensor]] = []
-        prompt_of = [number for number, members in enumerate(self.completions) for _ in members]
-        flat = [ids for members in self.completions for ids in members]
-        for prompt, members in groupby(rows, key=prompt_of.__getitem__):
-            prompts.append(self.prompts[prompt])
-            completions.append([flat[row] for row in members])
+        groups, completions = RaggedGroups.by_row(self.completions.rows.take(rows), self.completions.group_of[rows])
+        prompts = self.prompts.take(groups)
         with torch.no_grad(), self.teacher.in_place(self.handle.model, self.reference, self.dropout):
             packs = list(iter_pack_states(handle, prompts, completions, token_budget=self.token_budget))
             return self.teacher.next_tokens(handle, torch.cat(packs), self.reference)
@@ -162,21 +157,18 @@ class TeacherKL:
 
 def ask_server(
     server: TeacherServer,
-    prompts: Sequence[tuple[int, ...]],
-    completions: Sequence[Sequence[Tensor]],
+    prompts: Ragged,
+    completions: RaggedGroups,
     top_k: int,
     ranks: Ranks,
 ) -> TeacherLogps:
     """What the server says about all completions, on every rank; each asks for its share of the prompts."""
 
     def work(numbers: list[int]) -> list[list[list[Tensor]]]:
-        answers = server.score([prompts[n] for n in numbers], [completions[n] for n in numbers], top_k)
+        answers = server.score(prompts.take(numbers).tolist(), completions.take(numbers), top_k)
         return [[list(answer) for answer in members] for members in answers]
 
-    costs = [
-        float(sum(len(prompt) + len(ids) for ids in members))
-        for prompt, members in zip(prompts, completions, strict=True)
-    ]
+    costs = (prompts.lengths * completions.sizes + completions.totals).tolist()
     answers = ranks.divide("asking the teacher", costs, work)
     logps, ids, top = zip(*(answer for members in answers for answer in members), strict=True)
     return TeacherLogps(

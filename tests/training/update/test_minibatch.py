@@ -30,7 +30,7 @@ def test_completions_are_shuffled_over_mini_batches():
     for part in parts:
         flat = [ids for members in part.completions for ids in members]
         for row, sample in enumerate(part.samples):  # everything is of the same sample
-            assert flat[row] is batch.ids[sample]
+            assert flat[row].tolist() == batch.ids[sample].tolist()
             assert part.advantages[row] == group_advantages.advantages[sample]
             assert part.sampler_logps[row, : len(flat[row])].tolist() == batch.sampler_logps[sample].tolist()
         assert part.totals.tokens == int(LENGTHS[part.samples].sum())

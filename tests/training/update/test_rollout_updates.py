@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from groupwise.core.ragged import Ragged
 from groupwise.errors import ConfigError
 from groupwise.rundir.files import write_manifest
 from groupwise.training.update.saved_minibatches import TENSORS, read_minibatches, totals_of, write_minibatches
@@ -145,7 +146,7 @@ def test_mini_batches_are_written_and_read_as_they_are(tmp_path):
     totals = json.loads(json.dumps(totals_of([minibatch, minibatch])))
     (restored, _) = read_minibatches(tmp_path, totals)
     assert restored.samples == minibatch.samples
-    assert restored.prompts == minibatch.prompts
+    assert restored.prompts.tolist() == minibatch.prompts.tolist()
     assert restored.totals == minibatch.totals
     for got, wanted in zip(chain(*restored.completions), chain(*minibatch.completions), strict=True):
         assert torch.equal(got, wanted)
@@ -157,12 +158,12 @@ def test_mini_batches_are_written_and_read_as_they_are(tmp_path):
 
 def test_what_a_teacher_said_is_written_and_read(tmp_path):
     _, _, _, _, minibatch, _ = moved_minibatch({}, naive=False)
-    minibatch.teacher_prompts = [(*prompt, 7, 8) for prompt in minibatch.prompts]
+    minibatch.teacher_prompts = Ragged.of([[*prompt, 7, 8] for prompt in minibatch.prompts.tolist()])
     shape = minibatch.mask.shape
     minibatch.teacher = TeacherLogps(torch.randn(shape), torch.randint(9, (*shape, 2)), torch.randn(*shape, 2))
     write_minibatches(tmp_path, [minibatch])
     (restored,) = read_minibatches(tmp_path, totals_of([minibatch]))
-    assert restored.teacher_prompts == minibatch.teacher_prompts
+    assert restored.teacher_prompts.tolist() == minibatch.teacher_prompts.tolist()
     for field in fields(TeacherLogps):
         assert torch.equal(getattr(restored.teacher, field.name), getattr(minibatch.teacher, field.name))
 

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from groupwise.config import with_settings
 from groupwise.core import distillation, logps
 from groupwise.core.aggregation import aggregate
+from groupwise.core.ragged import Ragged, RaggedGroups
 from groupwise.data import Prompt
 from groupwise.errors import ConfigError
 from groupwise.model import LoraSettings
@@ -342,8 +343,8 @@ def test_the_log_probs_of_a_server(shown):
 def test_answers_of_a_server_are_padded():
     answers = ask_server(
         ModelServer(other_llama()),
-        [(1, 2), (3,)],
-        [[torch.tensor([4, 5, 6])], [torch.tensor([7])]],
+        Ragged.of([(1, 2), (3,)]),
+        RaggedGroups.of([[[4, 5, 6]], [[7]]]),
         2,
         make_updater(short_recipe({})).ranks,
     )
