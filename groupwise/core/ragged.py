@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, overload
 
 import torch
@@ -121,7 +121,7 @@ class Ragged(Sequence[Tensor]):
         ends = [0, *accumulate(counts)]
         if ends[-1] != len(self):
             raise InputError(f"{len(self)} rows cannot be split into parts of {list(counts)}")
-        return [self[first:last] for first, last in zip(ends, ends[1:], strict=False)]
+        return [self[first:last] for first, last in pairwise(ends)]
 
     def padded(self) -> Tensor:
         """The rows as ``(n, longest)``, filled up with zeros."""
@@ -131,7 +131,7 @@ class Ragged(Sequence[Tensor]):
     def tolist(self) -> list[list[Any]]:
         """The rows as lists of Python numbers."""
         values = self.values.tolist()
-        return [values[first:last] for first, last in zip(self._bounds, self._bounds[1:], strict=False)]
+        return [values[first:last] for first, last in pairwise(self._bounds)]
 
 
 class RaggedGroups(Sequence[Ragged]):
@@ -196,6 +196,13 @@ class RaggedGroups(Sequence[Ragged]):
         """The length of each group's longest row, ``(g,)``; 0 for a group without rows."""
         return torch.zeros(len(self), dtype=torch.long).scatter_reduce(0, self.group_of, self.rows.lengths, "amax")
 
+    @classmethod
+    def by_row(cls, rows: Ragged, group_of: Tensor) -> tuple[Tensor, RaggedGroups]:
+        """Rows whose groups are ``group_of`` ``(n,)``, adjacent where equal: the groups, and their rows."""
+        # The function of torch has no types.
+        groups, sizes = torch.unique_consecutive(group_of, return_counts=True)  # type: ignore[no-untyped-call]
+        return groups, cls(rows, sizes)
+
     def sum(self, values: Tensor) -> Tensor:
         """A number of each row ``(n,)``, summed by group, ``(g,)``; true counts 1."""
         values = values.long() if values.dtype == torch.bool else values
@@ -220,7 +227,7 @@ class RaggedGroups(Sequence[Ragged]):
 
     def tolist(self) -> list[list[list[Any]]]:
         rows = self.rows.tolist()
-        return [rows[first:last] for first, last in zip(self._bounds, self._bounds[1:], strict=False)]
+        return [rows[first:last] for first, last in pairwise(self._bounds)]
 
 
 def _index(rows: Rows) -> Tensor:

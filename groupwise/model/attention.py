@@ -229,9 +229,8 @@ class PackedLayout:
         prompt_ends, group_ends, _ = self._ends
         bounds = (group_ends + self.prompt_tokens).tolist()
         groups = zip(starmap(slice, pairwise(bounds)), starmap(slice, pairwise(prompt_ends.tolist())), strict=True)
-        return [
-            rows for _, rows, _ in merge_equal_groups([group for group in groups if group[0].start < group[0].stop])
-        ]
+        merged = merge_equal_groups([(rows, keys) for rows, keys in groups if rows.start < rows.stop])
+        return [rows for _, rows, _ in merged]
 
 
 def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from groupwise.analysis.run_reader import RunReader
 from groupwise.config import Recipe
+from groupwise.core.ragged import Ragged
 from groupwise.data import Prompt, PromptBuilder
 from groupwise.errors import CheckpointError, ConfigError, GroupwiseError
 from groupwise.grouping.grouper import GroupingResult
@@ -72,8 +73,8 @@ def read_step(reader: RunReader, step: int) -> RecordedStep:
     names = [name.removeprefix(REWARD) for name in samples[0] if name.startswith(REWARD)]
     lengths, texts = column("completion_tokens"), column("completion")
     numbers: dict[tuple[str, int], int] = {}
-    ids = [torch.full((length,), numbers.setdefault((text, length), len(numbers)))
-           for text, length in zip(texts, lengths, strict=True)]  # fmt: skip
+    answers = [numbers.setdefault(key, len(numbers)) for key in zip(texts, lengths, strict=True)]
+    ids = torch.tensor(answers).repeat_interleave(torch.tensor(lengths))
     fixed = {*COLUMNS, "pair", *(name for name in samples[0] if name.startswith((REWARD, GRADE)))}
     extra = {name: column(name) for name in samples[0] if name not in fixed}
     firsts = samples[::per_prompt]
@@ -82,11 +83,11 @@ def read_step(reader: RunReader, step: int) -> RecordedStep:
         row_numbers=[sample["row"] for sample in firsts],
         prompts=[Prompt((0,) * int(sample.get("prompt_tokens") or 0), sample.get("prompt") or "") for sample in firsts],
         samples=per_prompt,
-        ids=ids,
+        ids=Ragged(ids, lengths),
         texts=texts,
         stop_reasons=[reason or "" for reason in column("stop_reason")],
-        sampler_logps=[torch.zeros(length) for length in lengths],
-        versions=[torch.zeros(length, dtype=torch.int32) for length in lengths],
+        sampler_logps=Ragged(torch.zeros(len(ids)), lengths),
+        versions=Ragged(torch.zeros(len(ids), dtype=torch.int32), lengths),
         kept=None,
         rewards=torch.stack([_numbers(column(f"{REWARD}{name}")) for name in names], dim=1)
         if names

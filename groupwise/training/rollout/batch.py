@@ -72,13 +72,14 @@ class Batch:
     @property
     def completions(self) -> RaggedGroups:
         """The sampled ids by prompt."""
-        return self.choose(torch.arange(len(self)), [self.samples] * len(self.prompts))
+        return self.by_prompt(torch.arange(len(self)))[1]
 
-    def choose(self, samples: Tensor, sizes: Tensor | Sequence[int]) -> RaggedGroups:
-        """The sampled ids of these samples, in groups of these sizes; with the given ones, if there are any."""
-        if self.turns is not None:
-            return TurnGroups(self.turns.take(samples), sizes)
-        return RaggedGroups(self.ids.take(samples), sizes)
+    def by_prompt(self, samples: Tensor) -> tuple[Tensor, RaggedGroups]:
+        """The prompts of these samples, adjacent where equal, and their sampled ids; with the given ones, if any."""
+        prompts, completions = RaggedGroups.by_row(self.ids.take(samples), samples // self.samples)
+        if self.turns is None:
+            return prompts, completions
+        return prompts, TurnGroups(self.turns.take(samples), completions.sizes)
 
     @property
     def scored(self) -> Tensor:

@@ -308,12 +308,7 @@ class RolloutCollector:
             if scorer is None
             else scorer.score(
                 *reward_inputs(
-                    data
-                    if facts is None
-                    else [{**row, **facts[place]} for row, place in zip(data, scored, strict=True)],
-                    [batch.texts[place] for place in scored],
-                    self.prompt_column,
-                    conversations,
+                    reward_rows, [batch.texts[place] for place in scored], self.prompt_column, conversations
                 ),
                 completion_ids=[batch.ids[place].tolist() for place in scored],
                 trainer_state=draw.trainer_state,

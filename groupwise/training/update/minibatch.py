@@ -145,13 +145,14 @@ def build_from_samples(
     if step_recipe.masks.drop_truncated:
         cut = torch.tensor([reason == "length" for reason in batch.stop_reasons], dtype=torch.bool)
         lengths, computed = torch.where(cut, 0, lengths), computed[~cut[computed]]
-    computed, prompts, sizes = _by_prompt(computed, batch)
+    computed = _by_prompt(computed, batch)
     divided_by = members
     if step_recipe.loss.denominator == "policy_mask":
         divided_by = members[allowed[members]]
     prompt_tokens = torch.zeros(len(batch.prompts), dtype=torch.long)
     prompt_tokens.index_add_(0, members // batch.samples, lengths[members])
-    completions, prompt_ids = batch.choose(computed, sizes), batch.prompt_ids.take(prompts)
+    prompts, completions = batch.by_prompt(computed)
+    prompt_ids = batch.prompt_ids.take(prompts)
     samples: list[int] = computed.tolist()
     pairs = _pairs(group_advantages, samples, dataset_pairs or DatasetPairs())
     local_batch, local_lengths = _local_batches(members, computed, lengths, step_recipe.train.local_batch_size)
@@ -183,14 +184,12 @@ def build_from_samples(
     )
 
 
-def _by_prompt(samples: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """The samples of each prompt together, the prompts in the order in which they occur, and their sizes."""
+def _by_prompt(samples: Tensor, batch: Batch) -> Tensor:
+    """The samples of each prompt together, the prompts in the order in which they occur."""
     prompt_of = samples // batch.samples
     first = torch.zeros(len(batch.prompts), dtype=torch.long)
     first.scatter_reduce_(0, prompt_of, torch.arange(len(samples)), "amin", include_self=False)
-    order = first[prompt_of].argsort(stable=True)
-    prompts, sizes = prompt_of[order].unique_consecutive(return_counts=True)
-    return samples[order], prompts, sizes
+    return samples[first[prompt_of].argsort(stable=True)]
 
 
 def _token_scale(lengths: Tensor, members: Tensor) -> float:
@@ -205,7 +204,7 @@ def _local_batches(
     """The local batch of each computed sample, and the mean length of all completions of that batch."""
     if size is None:
         return None, None
-    means = torch.stack([part.double().mean() for part in lengths[members].split(size)])
+    means = torch.stack([part.double().mean() for part in torch.split(lengths[members], size)])
     batch_of = torch.zeros(len(lengths), dtype=torch.long)
     batch_of[members] = torch.arange(len(members)) // size
     return batch_of[computed], means[batch_of[computed]]
@@ -213,7 +212,7 @@ def _local_batches(
 
 def longest_sequence(batch: MiniBatch | CompletionBatch) -> int:
     """Tokens of the longest completion to be computed, with its prompt; a data set's pairs included."""
-    sampled = (batch.prompts.lengths + batch.completions.longest).tolist()
+    sampled: list[int] = (batch.prompts.lengths + batch.completions.longest).tolist()
     pairs = batch.pairs.dataset.pairs if isinstance(batch, MiniBatch) else ()
     return max([0, *sampled, *(pair.longest for pair in pairs)])
 

@@ -136,8 +136,8 @@ class TeacherKL:
 
     def _teacher_tokens(self, rows: Tensor) -> NextTokens:
         handle = self.teacher.handle or self.handle
-        groups, sizes = self.completions.group_of[rows].unique_consecutive(return_counts=True)
-        prompts, completions = self.prompts.take(groups), self.completions.choose(rows, sizes)
+        groups, completions = RaggedGroups.by_row(self.completions.rows.take(rows), self.completions.group_of[rows])
+        prompts = self.prompts.take(groups)
         with torch.no_grad(), self.teacher.in_place(self.handle.model, self.reference, self.dropout):
             packs = list(iter_pack_states(handle, prompts, completions, token_budget=self.token_budget))
             return self.teacher.next_tokens(handle, torch.cat(packs), self.reference)
