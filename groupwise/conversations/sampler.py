@@ -205,9 +205,9 @@ class _Session:
                     started += self._failed(running, answer)
                 elif running.episode.outcome is not None:
                     self._finish(running, answer)
-                elif (failure := self._take(running, answer)) is not None:
-                    started += self._failed(running, failure)
-                elif running.episode.outcome is not None:
+                elif isinstance(goes_on := self._take(running, answer), EnvironmentFailed):
+                    started += self._failed(running, goes_on)
+                elif not goes_on:
                     started.append((running, self._reward(running)))
                 elif is_opening:
                     self.openings[running.group].append(running)
@@ -229,8 +229,8 @@ class _Session:
         running = _Running(group, number, environment, episode, attempt)
         return running, _outcome(environment.start(dict(start.row), start.seed))
 
-    def _take(self, running: _Running, answer: list[Message] | Reply | None) -> EnvironmentFailed | None:
-        """Append what the environment said, and note if that ends the episode; what is wrong with it, if anything."""
+    def _take(self, running: _Running, answer: list[Message] | Reply | None) -> EnvironmentFailed | bool:
+        """Append what the environment said; whether the episode goes on, or what is wrong with the answer."""
         episode, start = running.episode, self.starts[running.group]
         try:
             if isinstance(answer, Reply):
@@ -243,7 +243,7 @@ class _Session:
             )
         if episode.outcome is None and self.limits.room(episode) < 1:
             episode.outcome = "token_limit"
-        return None
+        return episode.outcome is None
 
     def _reply(self, episode: Episode, reply: Reply) -> None:
         """Note the reply to the last turn."""
@@ -294,9 +294,17 @@ class _Session:
         for key, number in keys:
             row = rows[key] + number
             length = int(rollout.lengths[row])
-            parts = (getattr(rollout, name)[row, :length] for name in ("ids", "logps", "filtered_logps", "versions"))
             kept = None if rollout.kept is None else rollout.kept.select(torch.arange(ends[row] - length, ends[row]))
-            turns.append(SampledTokens(*parts, kept, rollout.stop_reasons[row]))
+            turns.append(
+                SampledTokens(
+                    rollout.ids[row, :length],
+                    rollout.logps[row, :length],
+                    rollout.filtered_logps[row, :length],
+                    rollout.versions[row, :length],
+                    kept,
+                    rollout.stop_reasons[row],
+                )
+            )
         self.tokens += sum(len(turn.ids) for turn in turns)
         return turns
 

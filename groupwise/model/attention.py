@@ -130,7 +130,8 @@ class PackedLayout:
         if window is not None and window >= self.longest:
             window = None  # it hides nothing
         if query.device.type == "cuda" and query.dtype in FLASH_DTYPES and query.shape[-1] <= 256 and softcap is None:
-            out = self._flash(*(x[0].transpose(0, 1) for x in (query, key, value)), scale, window)
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            out = self._flash(q, k, v, scale, window)
         else:
             out = self._by_segments(query[0], key[0], value[0], scale, window, softcap)
         attended: Tensor = out.unsqueeze(0)
@@ -139,14 +140,16 @@ class PackedLayout:
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         if window is not None:
             index, key_ends, longest = self._windowed_keys(window)
-            return varlen_flash(
+            out: Tensor = varlen_flash(
                 query, key[index], value[index], self.segment_ends, key_ends, self.longest_segment, longest, scale,
                 window,
             )[0]  # fmt: skip
-        return shared_flash(
-            query, key, value, self.segment_ends, self.group_ends, self.prompt_ends, self.prompt_tokens,
-            self.longest_segment, self.longest_group, self.longest_prompt, scale,
-        )[0]  # fmt: skip
+        else:
+            out = shared_flash(
+                query, key, value, self.segment_ends, self.group_ends, self.prompt_ends, self.prompt_tokens,
+                self.longest_segment, self.longest_group, self.longest_prompt, scale,
+            )[0]  # fmt: skip
+        return out
 
     # Dynamo would unroll its loops and recompile for every layout.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -123,7 +123,7 @@ class ModelHandle:
         if self.compiled is None:
             return run()
         if isinstance(layout, PackedLayout):
-            layout.prepare(self.windows)
+            layout.prepare_windows(self.windows)
         return self.compiled.run(run, self.model)
 
 

@@ -22,7 +22,7 @@ from groupwise.core.ragged import Ragged, RaggedGroups
 from groupwise.core.sequences import TokenSequence
 from groupwise.model.attention import PackedLayout, to_device
 from groupwise.model.handle import ModelHandle, prepare
-from groupwise.model.packing import Ids, PackInputs, split_into_packs
+from groupwise.model.packing import Completion, Ids, PackInputs, split_into_packs
 from groupwise.model.tree import pack_trees
 from groupwise.model.tree_attention import TreeLayout
 
@@ -39,7 +39,7 @@ class TokenLogps(NamedTuple):
 def completion_logps(
     model: Any,
     prompts: Sequence[Ids],
-    completions: Sequence[Sequence[Ids]],
+    completions: Sequence[Sequence[Completion]],
     *,
     temperature: float = 1.0,
     kept: KeptSets | None = None,
@@ -80,7 +80,7 @@ def completion_logps(
 def iter_packs(
     model: Any,
     prompts: Sequence[Ids],
-    completions: Sequence[Sequence[Ids]],
+    completions: Sequence[Sequence[Completion]],
     *,
     temperature: float = 1.0,
     kept: KeptSets | None = None,
@@ -134,7 +134,7 @@ def _pack_logps(
 
 
 def iter_pack_states(
-    model: Any, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]], *, token_budget: int | None = None
+    model: Any, prompts: Sequence[Ids], completions: Sequence[Sequence[Completion]], *, token_budget: int | None = None
 ) -> Iterator[Tensor]:
     """For each pack of `iter_packs`, what predicts its tokens, sample after sample.
 
@@ -148,8 +148,8 @@ def iter_pack_states(
 
 def _predicting_states(handle: ModelHandle, pack: PackInputs) -> Tensor:
     if pack.sequences is not None:
-        run = _plain_conversation_logits if handle.fallback_reason else _tree_states
-        return run(handle, pack.prompts, pack.sequences)
+        compute = _plain_conversation_logits if handle.fallback_reason else _tree_states
+        return compute(handle, pack.prompts, pack.sequences)
     run = _plain_logits if handle.fallback_reason else _packed_states
     return run(handle, pack.prompts, pack.completions)
 

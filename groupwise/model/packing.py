@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from groupwise.model.tree import plan_tree_packs, sort_contexts
 CPU_TOKENS, MAX_TOKENS = 4096, 65536
 MEMORY_SHARE = 0.35  # of a GPU, for the activations of one pack
 
-Ids = Sequence[int] | Tensor | TokenSequence
+Ids = Sequence[int] | Tensor
+Completion = Ids | TokenSequence
 
 
 class PackInputs(NamedTuple):
@@ -110,13 +111,13 @@ def activation_bytes(handle: ModelHandle, *, checkpointing: bool = False) -> int
 
 
 def pack_members(
-    handle: ModelHandle, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]], token_budget: int
+    handle: ModelHandle, prompts: Sequence[Ids], completions: Sequence[Sequence[Completion]], token_budget: int
 ) -> list[list[int]]:
     """Which samples are computed together with this budget, pack by pack."""
     if has_conversations(completions):
         packs = split_into_packs(handle, prompts, completions, None, token_budget)
         return [pack.samples.tolist() for pack in packs if len(pack.samples)]
-    groups = RaggedGroups.of(completions)
+    groups = RaggedGroups.of(cast("Sequence[Sequence[Ids]]", completions))
     prompt_ids, sizes = _as_groups(handle, Ragged.of(prompts), groups)
     return [list(pack.samples) for pack in plan_packs(prompt_ids.sizes, sizes, groups.rows.sizes, token_budget)]
 
@@ -124,7 +125,7 @@ def pack_members(
 def split_into_packs(
     handle: ModelHandle,
     prompts: Sequence[Ids],
-    completions: Sequence[Sequence[Ids]],
+    completions: Sequence[Sequence[Completion]],
     kept: KeptSets | None,
     token_budget: int | None,
 ) -> Iterator[PackInputs]:
@@ -139,7 +140,7 @@ def split_into_packs(
     if has_conversations(completions):
         yield from _split_conversations(handle, prompts, completions, kept, token_budget)
         return
-    prompt_ids, groups = _checked(handle, prompts, completions)
+    prompt_ids, groups = _checked(handle, prompts, cast("Sequence[Sequence[Ids]]", completions))
     rows = groups.rows
     if token_budget is None:
         token_budget = max(default_token_budget(handle), int((prompt_ids.lengths + groups.longest).max()))
@@ -157,7 +158,7 @@ def split_into_packs(
     yield from [_without_samples()] * more
 
 
-def has_conversations(completions: Sequence[Sequence[Ids]]) -> bool:
+def has_conversations(completions: Sequence[Sequence[Completion]]) -> bool:
     """Whether any of these has given tokens."""
     if isinstance(completions, RaggedGroups):
         return isinstance(completions, TurnGroups)
@@ -167,7 +168,7 @@ def has_conversations(completions: Sequence[Sequence[Ids]]) -> bool:
 def _split_conversations(
     handle: ModelHandle,
     prompts: Sequence[Ids],
-    completions: Sequence[Sequence[Ids]],
+    completions: Sequence[Sequence[Completion]],
     kept: KeptSets | None,
     token_budget: int | None,
 ) -> Iterator[PackInputs]:
@@ -196,7 +197,7 @@ def _split_conversations(
     yield from [_without_samples()] * (0 if handle.sharded is None else handle.sharded.most(len(plan)) - len(plan))
 
 
-def _as_sequence(ids: Ids) -> TokenSequence:
+def _as_sequence(ids: Completion) -> TokenSequence:
     if isinstance(ids, TokenSequence):
         return ids
     tokens = torch.as_tensor(ids)

@@ -30,7 +30,8 @@ class TreeLayout(PackedLayout):
     ) -> None:
         super().__init__(prompts, sizes, nodes, device)
         segment_ends = self._ends[2].tolist()
-        count, self._numbers = len(self._prompts), [slice(a, b) for a, b in pairwise(segment_ends)]
+        count = len(self._prompts)
+        self._numbers = [slice(a, b) for a, b in pairwise(segment_ends)]  # the tokens of each segment
         firsts = np.append(0, np.asarray(sizes, np.int64).cumsum())[self._prompt_of].tolist()  # of each node's tree
         self._above: list[list[int]] = [[] for _ in range(count)]  # the segments above each segment, its prompt aside
         last: dict[int, int] = {}  # the last descendant of each inner segment
@@ -57,31 +58,36 @@ class TreeLayout(PackedLayout):
 
     def _length(self, segment: int) -> int:
         part = self._numbers[segment]
-        return part.stop - part.start
+        return int(part.stop - part.start)
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         if window is not None:
             return super()._flash(query, key, value, scale, window)
         index, own_ends, longest = self._own_keys()
         prompts = slice(0, self.prompt_tokens)
-        return tree_flash(
+        out: Tensor = tree_flash(
             query, key[prompts], value[prompts], key[index], value[index], self.segment_ends, own_ends,
             self.group_ends, self.prompt_ends, self.longest_segment, longest, self.longest_group, self.longest_prompt,
             scale,
         )[0]  # fmt: skip
+        return out
 
     def _own_keys(self) -> tuple[Tensor, Tensor, int]:
         """Key indices per segment, their cumulative lengths, and the longest: copies of the nodes above it, itself."""
         if self._own is None:
-            self._own = self._gathered([self._above[number] for number in range(len(self._numbers))])
+            self._own = self._gathered(self._above)
         return self._own
 
     def _windowed_keys(self, window: int) -> tuple[Tensor, Tensor, int]:
         if window not in self._windowed:
-            prompts = [[]] * len(self._prompts) + [[int(prompt)] for prompt in self._prompt_of]
-            before = [[*prompt, *above] for prompt, above in zip(prompts, self._above, strict=True)]
-            self._windowed[window] = self._gathered(before, window)
+            self._windowed[window] = self._gathered(self._before(), window)
         return self._windowed[window]
+
+    def _before(self) -> list[list[int]]:
+        """The segments that each segment attends to beside itself, in order: its prompt, the nodes above it."""
+        prompts: list[list[int]] = [[] for _ in self._prompts]
+        prompts += [[int(prompt)] for prompt in self._prompt_of]
+        return [[*prompt, *above] for prompt, above in zip(prompts, self._above, strict=True)]
 
     def _gathered(self, before: Sequence[Sequence[int]], window: int | None = None) -> tuple[Tensor, Tensor, int]:
         """The keys of each segment: those before it, or the last of them that a window shows, then its own."""
@@ -104,10 +110,9 @@ class TreeLayout(PackedLayout):
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         key, value = (x.repeat_interleave(query.shape[0] // key.shape[0], 0) for x in (key, value))
-        prompts = [[]] * len(self._prompts) + [[int(prompt)] for prompt in self._prompt_of]
         outs = []
-        for number, prompt in enumerate(prompts):
-            ranges = [self._range(segment) for segment in (*prompt, *self._above[number], number)]
+        for number, before in enumerate(self._before()):
+            ranges = [self._range(segment) for segment in (*before, number)]
             keys = torch.from_numpy(np.concatenate(ranges)).to(query.device)
             rows = self._numbers[number]
             distance = self.positions[rows, None] - self.positions[None, keys]

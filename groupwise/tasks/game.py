@@ -67,48 +67,39 @@ class Board(NamedTuple):
         return self._replace(player=place) if on_board else self
 
 
-class Game:
+class Game(Environment):
     """The environment: one game at a time."""
-
-    schemas = ()
 
     def __init__(self) -> None:
         self.board = Board((0, 0), (4, 4), (2, 2))
         self.moves = 0
         self.won = False
-        self.counts: dict[str, float] = {}
 
     async def start(self, row: dict[str, Any], seed: int) -> list[Message] | None:
         """The row's prompt is the board, so there is nothing to add."""
         self.board, self.moves, self.won = Board.parse(row["board"]), 0, False
-        self.counts = {"in_pit": 0, "no_move": 0}
+        self.counts = {"in_pit": 0.0, "no_move": 0.0}
         return None
 
     async def respond(self, turn: AssistantTurn) -> Reply:
         self.moves += 1
         if turn.text not in MOVES:
-            self.counts["no_move"] = 1
+            self.counts = {"in_pit": 0.0, "no_move": 1.0}
             return Reply(done=True)
         self.board = self.board.move(turn.text)
         self.won = self.board.player == self.board.treasure
-        self.counts["in_pit"] = int(self.board.player == self.board.pit)
-        if self.won or self.counts["in_pit"] or self.moves == MAX_MOVES:
+        in_pit = self.board.player == self.board.pit
+        self.counts = {"in_pit": float(in_pit), "no_move": 0.0}
+        if self.won or in_pit or self.moves == MAX_MOVES:
             return Reply(done=True)
         return Reply([{"role": "user", "content": f"\n{self.board.text}"}])
 
     async def reward(self) -> float:
         return float(self.won)
 
-    async def close(self) -> None:
-        """There is nothing to free."""
-
     def state_key(self) -> tuple[str, int]:
         """Games at the same board with the same number of moves left are in the same state."""
         return self.board.text, self.moves
-
-
-def make_game() -> Environment:
-    return Game()
 
 
 def boards() -> list[Board]:
@@ -149,7 +140,7 @@ def game_task(recipe: Recipe) -> Task:
         name="game",
         train=[next(train) for _ in range(data.train_rows or 4 * len(boards()) // HELD_OUT_SHARE)],
         held_out=[next(held_out) for _ in range(data.held_out_rows or HELD_OUT_ROWS)],
-        environment=make_game,
+        environment=Game,
         examples=[(next(examples)["prompt"], letters.choice("nesw")) for _ in range(EXAMPLES)],
         stop=tuple(MOVES),
         goal=0.8,

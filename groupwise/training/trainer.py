@@ -93,6 +93,8 @@ class Trainer:
     """A run of GRPO. ``run()`` does everything; with ``for report in trainer.steps()`` the loop is yours.
 
     task: replaces the recipe's. rewards: functions beside those of the task and the recipe.
+    tools, environment: functions that the model may call, or a class or function that makes an environment, for
+    conversations of several turns.
     model, tokenizer: loaded ones, in place of the recipe's. The model itself is trained, not a copy.
     folder, resume, overwrite: where the run is kept, and whether to resume a run there or to delete it first.
     recipe_file: the name of the recipe's file, by which a run is found again. allow_changed: resume even if the rows,
@@ -111,6 +113,8 @@ class Trainer:
         *,
         task: Task | None = None,
         rewards: Sequence[Callable[..., Any] | RewardFunction] = (),
+        tools: Sequence[Callable[..., Any]] = (),
+        environment: Any = None,
         model: Any = None,
         tokenizer: Any = None,
         callbacks: Sequence[Callback] = (),
@@ -134,7 +138,14 @@ class Trainer:
         with self.ranks.stage("reading the rows"):
             check_extras(recipe, loads_model=model is None, reads_rows=task is None)
             inputs = components or load_inputs(
-                recipe, task=task, rewards=rewards, say=self.say, display=self.display, ranks=self.ranks
+                recipe,
+                task=task,
+                rewards=rewards,
+                tools=tools,
+                environment=environment,
+                say=self.say,
+                display=self.display,
+                ranks=self.ranks,
             )
             check_training_inputs(recipe, inputs)
         options: dict[str, Any] = {"recipe_file": recipe_file, "resume": resume, "overwrite": overwrite}
@@ -257,6 +268,8 @@ class Trainer:
         model: Any = "tiny",
         tokenizer: Any = None,
         held_out: Any = None,
+        tools: Sequence[Callable[..., Any]] = (),
+        environment: Any = None,
         algorithm: str = "dapo",
         callbacks: Sequence[Callback] = (),
         display: Display | None = None,
@@ -283,6 +296,8 @@ class Trainer:
             recipe,
             task=task,
             rewards=functions,
+            tools=tools,
+            environment=environment,
             model=loaded,
             tokenizer=tokenizer,
             callbacks=callbacks,
