@@ -80,9 +80,9 @@ APPLICATIONS = {"usmle", "control"}
 
 # Packages that only some users have, or that take seconds to load: imported inside the functions that use them.
 ONLY_INSIDE_FUNCTIONS = {
-    "PIL", "datasets", "gymnasium", "imageio", "math_verify", "matplotlib", "openai", "peft", "ray",
-    "sentence_transformers", "sklearn", "stable_baselines3", "starlette", "tensorboardX", "trl", "uvicorn", "verl",
-    "vllm", "wandb",
+    "PIL", "datasets", "gymnasium", "imageio", "math_verify", "matplotlib", "openai", "openenv", "peft", "ray",
+    "sentence_transformers", "sklearn", "stable_baselines3", "starlette", "tensorboardX", "trl", "uvicorn",
+    "verifiers", "verl", "vllm", "wandb",
 }  # fmt: skip
 
 

@@ -17,9 +17,11 @@ from groupwise.environments.contract import (
 )
 from groupwise.environments.gym_environment import GymEnvironment
 from groupwise.environments.method_environment import MethodEnvironment
+from groupwise.environments.openenv import OpenEnvEnvironment
 from groupwise.environments.sandbox import Sandbox, SandboxResult
 from groupwise.environments.tool_environment import ToolEnvironment
 from groupwise.environments.tools import Tool, make_tools
+from groupwise.environments.verifiers_environment import VerifiersEnvironment
 from groupwise.environments.watch import watched
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "Limits",
     "Message",
     "MethodEnvironment",
+    "OpenEnvEnvironment",
     "Reply",
     "Sandbox",
     "SandboxResult",
@@ -39,6 +42,7 @@ __all__ = [
     "ToolCall",
     "ToolEnvironment",
     "ToolResult",
+    "VerifiersEnvironment",
     "arithmetic",
     "code_tool",
     "make_tools",

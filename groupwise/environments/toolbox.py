@@ -45,16 +45,8 @@ class Toolbox:
         """The messages that answer a turn's calls, in their order, and what could not be parsed, and the results."""
         end = time.monotonic() + self.limits.turn_seconds
         results = tuple([await self._answer(call, end - time.monotonic()) for call in turn.calls])
-        messages = [tool_message(result) for result in results]
         self.counts["unparsed_calls"] += len(turn.problems)
-        if turn.problems:
-            problems = limited_text("\n".join(map(_unparsed, turn.problems)), self.limits.max_reply_chars)
-            if messages:  # in the last of them: some templates allow no other message beside those of tools
-                text = f"{messages[-1]['content']}\n\n{problems}"
-                messages[-1]["content"] = limited_text(text, self.limits.max_reply_chars)
-            else:
-                messages.append({"role": "user", "content": problems})
-        return messages, results
+        return answer_messages(results, turn.problems, self.limits), results
 
     async def _answer(self, call: ToolCall, seconds: float) -> ToolResult:
         if self.is_used_up:
@@ -73,8 +65,16 @@ class Toolbox:
         return result
 
 
-def _unparsed(problem: str) -> str:
-    return f"Error: a tool call could not be read: {problem}"
+def answer_messages(results: Sequence[ToolResult], problems: Sequence[str], limits: Limits) -> list[Message]:
+    """The messages that show the model the results of its calls, and which calls could not be parsed."""
+    messages = [tool_message(result) for result in results]
+    lines = [f"Error: a tool call could not be read: {problem}" for problem in problems]
+    if lines and messages:  # in the last of them: some templates allow no other message beside those of tools
+        lines = [messages[-1]["content"], "", *lines]
+        messages[-1]["content"] = limited_text("\n".join(lines), limits.max_reply_chars)
+    elif lines:
+        messages.append({"role": "user", "content": limited_text("\n".join(lines), limits.max_reply_chars)})
+    return messages
 
 
 def tool_message(result: ToolResult) -> Message:
