@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from groupwise.chat_template import TemplateError, render_chats
-from groupwise.conversations.call_formats import MARKERS
+from groupwise.conversations.call_formats import TAGS
 from groupwise.conversations.families import family_of
 from groupwise.conversations.frames import (
     ANSWER,
@@ -102,7 +102,7 @@ class TurnTemplate:
         What looks like a special token in a reply, or like a tag of the template, is encoded as ordinary text.
         """
         replies = self._check_replies(reply_messages)
-        hidden = self._special.hide(replies, markers=True)
+        hidden = self._special.hide(replies, all_tokens=True)
         text, reason = self._text_after(hidden)
         if text is None:
             raise InputError(f"the chat template cannot continue a conversation with these messages: {reason}")
@@ -128,7 +128,7 @@ class TurnTemplate:
 
     def _use(self, template: str) -> None:
         self.chat_template = template
-        self._special = SpecialTokens(self.tokenizer, template, MARKERS)
+        self._special = SpecialTokens(self.tokenizer, template, TAGS)
 
     def _problem(self) -> str | None:
         """Why the present template cannot be used turn by turn; its frame is found on the way."""
@@ -227,7 +227,7 @@ class TurnTemplate:
         """The text of a conversation in which special tokens are hidden."""
         hidden = []
         for message in as_messages(messages):
-            shown = self._special.hide(message, markers=message["role"] == "tool")
+            shown = self._special.hide(message, all_tokens=message["role"] == "tool")
             if message["role"] == "assistant" and message["content"]:
                 shown["content"] = self._special.keep_space(shown["content"])
             hidden.append(shown)
