@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from groupwise.conversations.call_json import arguments_of, call_of, read_json, read_json_at
+from groupwise.conversations.call_json import MAX_CHARACTERS, arguments_of, call_of, read_json, read_json_at
 from groupwise.conversations.tool_calls import CALL_ID, CallError, FoundCalls, ToolCall
 from groupwise.text import error_reason
 
@@ -83,7 +83,7 @@ def _hermes(text: str, number: int, _: Parameters) -> FoundCalls:
 def _end_of_tag(text: str, start: int) -> int:
     """Where the tag that was opened before ``start`` ends. The closing tag may be part of an argument, too."""
     try:
-        _, end = read_json_at(text, start)
+        _, end = read_json_at(text, start, repair=False)
     except CallError:
         end = start
     close = text.find("</tool_call>", end)
@@ -219,7 +219,6 @@ def _mistral_calls(call_id: str, body: str) -> list[ToolCall]:
 
 _DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)(<｜tool▁call▁end｜>|(?=<｜tool▁call▁begin｜>)|$)", re.DOTALL)
 _DEEPSEEK_TAG = re.compile(r"<｜tool▁calls▁(begin|end)｜>")
-_JSON_FENCE = re.compile(r"\s*```(?:json)?\s*\n(.*?)\n?```\s*", re.DOTALL)
 
 
 def _deepseek(text: str, number: int, _: Parameters) -> FoundCalls:
@@ -242,8 +241,13 @@ def _deepseek_call(call_id: str, body: str) -> ToolCall:
         name, arguments = before, after
     if not name.strip():
         raise CallError("the call has no name of a tool")
-    fenced = _JSON_FENCE.fullmatch(arguments)
-    return ToolCall(name.strip(), arguments_of(read_json(fenced[1] if fenced else arguments)), call_id)
+    return ToolCall(name.strip(), arguments_of(read_json(_without_fence(arguments.strip()))), call_id)
+
+
+def _without_fence(text: str) -> str:
+    if text.startswith("```") and text.endswith("```"):
+        return text.strip("`").removeprefix("json")
+    return text
 
 
 _TOOL_CODE = re.compile(r"```tool_code[ \t]*\n(.*?)(```|$)", re.DOTALL)
@@ -258,6 +262,8 @@ def _gemma(text: str, number: int, _: Parameters) -> FoundCalls:
 
 
 def _python_calls(call_id: str, code: str) -> list[ToolCall]:
+    if len(code) > MAX_CHARACTERS:
+        raise CallError(f"the call has more than {MAX_CHARACTERS:,} characters")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of an escape that Python does not have
@@ -322,7 +328,7 @@ CALL_FORMATS = {
     "json": CallFormat(("```json", "```"), FENCED, _fenced_json),
 }
 
-MARKERS = frozenset(
+TAGS = frozenset(
     f"{before}{name}{after}"
     for names, tags in (
         (("tool_call", "tool_response", "tools", "think"), (("<", ">"), ("</", ">"))),

@@ -7,6 +7,7 @@ single quotes, Python's True, False and None. Everything else is a problem, told
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from groupwise.conversations.tool_calls import CallError, ToolCall
@@ -14,6 +15,9 @@ from groupwise.errors import did_you_mean
 from groupwise.text import excerpt
 
 MAX_CHARACTERS = 200_000  # of one call
+_QUOTED = re.compile(r"""("[^"\\]*(?:\\.[^"\\]*)*")|'([^'\\]*(?:\\.[^'\\]*)*)'""", re.DOTALL)
+_WORD = re.compile(r"[A-Za-z]\w*")
+_END_FOLLOWS = re.compile(r"\s*[}\]]")
 WORDS = {"True": "true", "False": "false", "None": "null"}
 CALL_KEYS = ("name", "arguments", "parameters", "id", "type", "function")
 
@@ -26,8 +30,8 @@ def read_json(text: str) -> Any:
     return value
 
 
-def read_json_at(text: str, start: int) -> tuple[Any, int]:
-    """The first value from ``start`` on, and where it ends."""
+def read_json_at(text: str, start: int, *, repair: bool = True) -> tuple[Any, int]:
+    """The first value from ``start`` on, and where it ends. Without ``repair`` it must be JSON."""
     start += len(text[start:]) - len(text[start:].lstrip())
     if len(text) - start > MAX_CHARACTERS:
         raise CallError(f"the call has more than {MAX_CHARACTERS:,} characters")
@@ -37,8 +41,10 @@ def read_json_at(text: str, start: int) -> tuple[Any, int]:
         raise
     except (ValueError, RecursionError) as error:
         reason = _reason(error)
-    repaired, places = _repair(text[start:])
+    if not repair:
+        raise CallError(f"the JSON is not valid ({reason})")
     try:
+        repaired, places = _repair(text[start:])
         value, end = _decode(repaired, 0)
     except (ValueError, RecursionError):
         raise CallError(f"the JSON is not valid ({reason})") from None
@@ -102,36 +108,32 @@ def _repair(text: str) -> tuple[str, list[int]]:
         pieces.append(piece)
         places.extend([place] * len(piece))
 
-    at = 0
+    at, last = 0, ""
     while at < len(text):
         character = text[at]
         if character in "\"'":
-            end = _end_of_string(text, at)
-            put(text[at:end] if character == '"' else _double_quoted(text[at + 1 : end - 1]), at)
-            at = end
-        elif character == "," and text[at + 1 :].lstrip()[:1] in ("}", "]"):
+            string = _QUOTED.match(text, at)
+            if string is None:
+                raise ValueError("a text does not end")
+            put(string[1] or _double_quoted(string[2]), at)
+            at = string.end()
+        elif character == "," and last not in "[{," and _END_FOLLOWS.match(text, at + 1):
             at += 1
-        elif character.isalpha():
-            end = at
-            while end < len(text) and (text[end].isalnum() or text[end] == "_"):
-                end += 1
-            put(WORDS.get(text[at:end], text[at:end]), at)
-            at = end
+        elif word := _WORD.match(text, at):
+            put(WORDS.get(word[0], word[0]), at)
+            at = word.end()
         else:
             put(character, at)
             at += 1
+        last = last if character.isspace() else character
     return "".join(pieces), [*places, len(text)]
 
 
-def _end_of_string(text: str, start: int) -> int:
-    at = start + 1
-    while at < len(text) and text[at] != text[start]:
-        at += 2 if text[at] == "\\" else 1
-    return min(at + 1, len(text))
-
-
 def _double_quoted(inside: str) -> str:
-    return '"' + inside.replace("\\'", "'").replace('\\"', '"').replace('"', '\\"') + '"'
+    def changed(match: re.Match[str]) -> str:
+        return {'"': '\\"', "\\'": "'"}.get(match[0], match[0])
+
+    return '"' + re.sub(r"\\.|\"", changed, inside, flags=re.DOTALL) + '"'
 
 
 def _reason(error: Exception) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from groupwise.conversations.call_formats import CALL_FORMATS
 from groupwise.conversations.tool_calls import ToolCall, parameters_of
 from groupwise.errors import check_choice, did_you_mean
+from groupwise.text import excerpt
 
+MAX_PROBLEMS = 5  # different ones; a turn may repeat them thousands of times
 _THINKING = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 _OPEN = re.compile("|".join(map(re.escape, _THINKING)))
 
@@ -45,17 +47,14 @@ def parse_turn(
     if not is_closed:
         problems = [*problems, "The thinking was not ended. Write </think> before an answer or a tool call."]
     if tools:
-        known = [call for call in calls if call.name in parameters]
-        names = ", ".join(parameters)
-        problems = problems + [
-            f"There is no tool {call.name!r}{did_you_mean(call.name, parameters)} The tools are: {names}."
-            if did_you_mean(call.name, parameters)
-            else f"There is no tool {call.name!r}. The tools are: {names}."
-            for call in calls
-            if call.name not in parameters
-        ]
-        calls = known
-    return ParsedTurn(content, tuple(calls), tuple(problems), thinking)
+        problems = [*problems, *(_unknown_tool(call.name, parameters) for call in calls if call.name not in parameters)]
+        calls = [call for call in calls if call.name in parameters]
+    return ParsedTurn(content, tuple(calls), tuple(list(dict.fromkeys(problems))[:MAX_PROBLEMS]), thinking)
+
+
+def _unknown_tool(name: str, tools: Collection[str]) -> str:
+    near = did_you_mean(name, tools)
+    return f"There is no tool {excerpt(name)}{near or '.'} The tools are: {', '.join(tools)}."
 
 
 def _split_thinking(text: str, tags: tuple[str, str | None], opens: bool) -> tuple[str, str, bool]:

@@ -42,8 +42,8 @@ class PlainTextTemplate:
         if unknown or not all(isinstance(name, str) and name.strip() for name in self.names.values()):
             raise ConfigError(f"names gives a text to each of {', '.join(NAMES)}, got {names!r:.200}")
         self.stop = f"\n{self.names['user']}:" if stop is None else stop
-        if not self.stop.strip():
-            raise ConfigError("stop must be a text that is not blank")
+        if not isinstance(self.stop, str) or not self.stop:
+            raise ConfigError(f"stop must be a text that is not empty, got {self.stop!r:.200}")
         self.tokenizer = tokenizer
         self._special = SpecialTokens(tokenizer, "")
         self._speaker = re.compile(rf"^(?=(?:{'|'.join(map(re.escape, self.names.values()))}):)", re.MULTILINE)
@@ -67,10 +67,8 @@ class PlainTextTemplate:
         for number, reply in enumerate(reply_messages, start=1):
             check_message(reply, f"message {number} after the turn")
             if reply["role"] not in ("user", "tool"):
-                raise InputError(
-                    f"message {number} after the turn has the role {reply['role']!r}; it must be user or tool"
-                )
-        text = "\n" + self._lines(without_lone_surrogates(as_messages(reply_messages)), markers=True) + self._next()
+                raise InputError(f"message {number} after the turn has the role {reply['role']!r}, not user or tool")
+        text = "\n" + self._lines(without_lone_surrogates(as_messages(reply_messages)), all_tokens=True) + self._next()
         if ended_with_eos:
             # The stop string is there already. Where the user speaks first it is the beginning of this line.
             text = text.removeprefix(self.stop) if text.startswith(self.stop) else text
@@ -89,13 +87,13 @@ class PlainTextTemplate:
         """A sampled turn as a message."""
         return {"role": "assistant", "content": self.turn_text(ids)}
 
-    def _lines(self, messages: Sequence[Mapping[str, Any]], *, markers: bool = False) -> str:
+    def _lines(self, messages: Sequence[Mapping[str, Any]], *, all_tokens: bool = False) -> str:
         lines = []
         for number, message in enumerate(messages):
             role, content = message["role"], message["content"].strip()
             if role == "system" and number:
                 raise InputError("a system message can only come first in a conversation without a chat template")
-            content = self._special.hide(self._speaker.sub(" ", content), markers=markers or role == "tool")
+            content = self._special.hide(self._speaker.sub(" ", content), all_tokens=all_tokens or role == "tool")
             lines.append(f"{content}\n" if role == "system" else f"{self.names[role]}: {content}")
         return "\n".join(lines)
 

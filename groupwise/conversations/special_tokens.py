@@ -27,13 +27,12 @@ _MARKUP = re.compile(r"<\S+>|\[\S+\]")
 class SpecialTokens:
     """Hides special tokens in messages, and encodes what a template makes of them.
 
-    Special tokens of the tokenizer are hidden in all messages. ``<tool_response>``, ``<think>`` and the like are
-    ordinary tokens for many tokenizers; they are hidden, as markers, in what tools and environments say
-    (``markers=True``), but a prompt may explain them. A marker is an added token that looks like markup and that the
-    template or a format of tool calls uses.
+    Special are the tokenizer's special tokens, and added tokens that look like markup and that the template writes;
+    they are hidden in all messages. ``explained`` are those of them that a prompt may explain to the model, such as
+    ``<think>``: they are hidden only in what tools and environments say (``all_tokens=True``).
     """
 
-    def __init__(self, tokenizer: Any, template: str, other_markers: frozenset[str] = frozenset()) -> None:
+    def __init__(self, tokenizer: Any, template: str, explained: frozenset[str] = frozenset()) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or not hasattr(backend, "to_str"):
             raise ConfigError(
@@ -42,9 +41,10 @@ class SpecialTokens:
                 "folder has a tokenizer.json"
             )
         added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values() if token.content}
-        special = {text for text, is_special in added.items() if is_special or text in tokenizer.all_special_tokens}
-        markup = {text for text in added if _MARKUP.fullmatch(text) and (text in template or text in other_markers)}
-        texts = sorted(special | markup, key=lambda text: (-len(text), text))
+        named = {text for text, is_special in added.items() if is_special or text in tokenizer.all_special_tokens}
+        markup = {text for text in added if _MARKUP.fullmatch(text) and (text in template or text in explained)}
+        special = named | (markup - explained)
+        texts = sorted(named | markup, key=lambda text: (-len(text), text))
         self.ids = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
         """The id of each added token."""
         nonce = str(secrets.randbelow(10**12))  # nobody outside can write a name
@@ -60,19 +60,18 @@ class SpecialTokens:
         self._longest = max(map(len, texts), default=0)
         self._backend, self._renamed = _with_other_names(backend, self._named, self.ids)
 
-    def hide(self, value: Any, *, markers: bool = False) -> Any:
+    def hide(self, value: Any, *, all_tokens: bool = False) -> Any:
         """A message, a list of messages or any other value of them, with special tokens hidden in all its texts."""
-        if isinstance(value, str):
-            pattern = self._all if markers else self._special
-            return self._guarded(pattern.sub(lambda match: self._hidden[match[0]], value))
-        if isinstance(value, Mapping):
-            return {
-                self.hide(key, markers=markers): entry if _is_role(key, entry) else self.hide(entry, markers=markers)
-                for key, entry in value.items()
-            }
-        if isinstance(value, (list, tuple)):
-            return [self.hide(entry, markers=markers) for entry in value]
-        return value
+        pattern = self._all if all_tokens else self._special
+
+        def hidden(part: Any) -> Any:
+            if isinstance(part, str):
+                return self._guarded(pattern.sub(lambda match: self._hidden[match[0]], part))
+            if isinstance(part, Mapping):
+                return {hidden(key): entry if _is_role(key, entry) else hidden(entry) for key, entry in part.items()}
+            return [hidden(entry) for entry in part] if isinstance(part, (list, tuple)) else part
+
+        return hidden(value)
 
     def keep_space(self, text: str) -> str:
         """The text, such that a template cannot trim it."""
@@ -83,7 +82,7 @@ class SpecialTokens:
         return self._is_hidden.sub(lambda match: self._back[match[0]], text.replace(self._guard, ""))
 
     def first(self, text: str, start: int = 0) -> tuple[int, int] | None:
-        """Where the first special token or marker that the template wrote is, after ``start``."""
+        """Where the first special token that the template wrote is, after ``start``."""
         match = self._all.search(text, start)
         return None if match is None else match.span()
 

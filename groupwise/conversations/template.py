@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from groupwise.chat_template import TemplateError, render_chats
-from groupwise.conversations.call_formats import MARKERS
+from groupwise.conversations.call_formats import TAGS
 from groupwise.conversations.families import family_of
 from groupwise.conversations.frames import (
     ANSWER,
@@ -27,6 +27,7 @@ from groupwise.conversations.frames import (
     turn_frame,
 )
 from groupwise.conversations.special_tokens import SpecialTokens, without_lone_surrogates
+from groupwise.conversations.tool_calls import CALL_ID
 from groupwise.data.prompts import RESERVED, as_messages
 from groupwise.data.rows import check_message, check_prompt, check_text
 from groupwise.errors import ConfigError, InputError
@@ -86,14 +87,19 @@ class TurnTemplate:
     def prompt(self, messages: str | Sequence[Message]) -> list[int]:
         """The ids of a conversation, with the beginning of the assistant's turn."""
         check_prompt(messages, "the conversation", "prompt")
-        return self._special.encode(self._render_messages(messages, add_generation_prompt=True))
+        hidden = [self._hide(message) for message in as_messages(messages)]
+        return self._special.encode(self._render_hidden(hidden, add_generation_prompt=True))
 
     def conversation_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a complete conversation, with the assistant's turns as they are in ``messages``."""
+        """The ids of a complete conversation, in which the assistant's turns keep their white space."""
         for number, message in enumerate(messages, start=1):
             what = f"message {number} of the conversation"
             check_text(check_message(message, what), what, may_be_empty=True)
-        return self._special.encode(self._render_messages(messages, add_generation_prompt=False))
+        hidden = [self._hide(message) for message in as_messages(messages)]
+        for message in hidden:
+            if message["role"] == "assistant" and message["content"]:
+                message["content"] = self._special.keep_space(message["content"])
+        return self._special.encode(self._render_hidden(hidden, add_generation_prompt=False))
 
     def given_after(self, reply_messages: Sequence[Message], ended_with_eos: bool) -> list[int]:
         """The ids between a sampled turn and the next one: the end of the turn, the replies, the next beginning.
@@ -102,7 +108,7 @@ class TurnTemplate:
         What looks like a special token in a reply, or like a tag of the template, is encoded as ordinary text.
         """
         replies = self._check_replies(reply_messages)
-        hidden = self._special.hide(replies, markers=True)
+        hidden = self._special.hide(replies, all_tokens=True)
         text, reason = self._text_after(hidden)
         if text is None:
             raise InputError(f"the chat template cannot continue a conversation with these messages: {reason}")
@@ -121,14 +127,26 @@ class TurnTemplate:
         text: str = self.tokenizer.decode(ids, **options) if ids else ""
         return text
 
-    def turn_message(self, ids: Sequence[int]) -> dict[str, str]:
-        """A sampled turn as a message, with the thinking that the generation prompt opened."""
-        text = self.turn_text(ids)
-        return {"role": "assistant", "content": self._frame.opening + text.removeprefix(self._frame.lead)}
+    def opens_thinking_after(self, ids: Sequence[int]) -> bool:
+        """Whether a sample after the prompt or the given tokens ``ids`` begins inside a block of thinking."""
+        return self.opens_thinking and self._opened(ids)
+
+    def turn_message(self, ids: Sequence[int], before: Sequence[int] | None = None) -> dict[str, str]:
+        """A sampled turn as a message, with the thinking that the generation prompt opened.
+
+        before: the prompt or the given tokens before the turn. Some templates (DeepSeek-R1) open thinking after a
+        question, but not after a tool's output.
+        """
+        opening = self._frame.opening if before is None or self._opened(before) else ""
+        return {"role": "assistant", "content": opening + self.turn_text(ids).removeprefix(self._frame.lead)}
+
+    def _opened(self, ids: Sequence[int]) -> bool:
+        tail = self.turn_text(ids[-len(self._frame.opening) - 8 :])  # a token has a character, or is a part of one
+        return tail.endswith(self._frame.opening)
 
     def _use(self, template: str) -> None:
         self.chat_template = template
-        self._special = SpecialTokens(self.tokenizer, template, MARKERS)
+        self._special = SpecialTokens(self.tokenizer, template, TAGS)
 
     def _problem(self) -> str | None:
         """Why the present template cannot be used turn by turn; its frame is found on the way."""
@@ -159,10 +177,11 @@ class TurnTemplate:
 
     def _replace(self, problem: str) -> None:
         """Take the first template of the family that writes the same prompts, and does not have the problem."""
-        prompts = self._sample_prompts()
+        originals = self._sample_prompts()
         for template in self.family.templates():
             self._use(template)
-            if self._sample_prompts() == prompts and self._problem() is None:
+            pairs = zip(self._sample_prompts(), originals, strict=True)
+            if all(original in (None, prompt) for prompt, original in pairs) and self._problem() is None:
                 self.replaced = f"the model's chat template was replaced for several turns: {problem}"
                 return
         raise ConfigError(
@@ -172,10 +191,18 @@ class TurnTemplate:
 
     def _sample_prompts(self) -> list[str | None]:
         """Prompts of different kinds, None where the template refuses one."""
-        system = {"role": "system", "content": REPLY}
-        earlier = [_user(), {"role": "assistant", "content": ANSWER}, _user()]
+        answer = {"role": "assistant", "content": ANSWER}
+        output = {"role": "tool", "content": REPLY, "tool_call_id": CALL_ID.format(0)}
+        chats = [
+            [_user()],
+            [_user(f" {USER}\n")],
+            [{"role": "system", "content": REPLY}, _user()],
+            [_user(), answer, output, output],
+        ]
+        if not self.tools:  # some templates move the tools to the last question
+            chats.append([_user(), answer, _user()])
         prompts: list[str | None] = []
-        for chat in ([_user()], [system, _user()], [_user(f" {USER}\n")], *([] if self.tools else [earlier])):
+        for chat in chats:
             try:
                 prompts += self._render([chat])
             except TemplateError:
@@ -201,7 +228,8 @@ class TurnTemplate:
     def _text_after(self, replies: Sequence[Message]) -> tuple[str | None, str | None]:
         """What the template writes from the end of a turn on, or why it does not."""
         reason = None
-        for context in contexts(replies):
+        likely = contexts(replies)
+        for context in (*likely, likely[-1]):  # the last one twice: the template may write a date, and midnight passed
             try:
                 return text_after(self._render, self._end_tokens, context, replies), None
             except (FrameError, TemplateError) as error:
@@ -223,16 +251,13 @@ class TurnTemplate:
         encodable: list[dict[str, Any]] = without_lone_surrogates(as_messages(replies))
         return encodable
 
-    def _render_messages(self, messages: str | Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """The text of a conversation in which special tokens are hidden."""
-        hidden = []
-        for message in as_messages(messages):
-            shown = self._special.hide(message, markers=message["role"] == "tool")
-            if message["role"] == "assistant" and message["content"]:
-                shown["content"] = self._special.keep_space(shown["content"])
-            hidden.append(shown)
+    def _hide(self, message: Message) -> dict[str, Any]:
+        hidden: dict[str, Any] = self._special.hide(message, all_tokens=message["role"] == "tool")
+        return hidden
+
+    def _render_hidden(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
         try:
-            return self._render([hidden], add_generation_prompt=add_generation_prompt)[0]
+            return self._render([messages], add_generation_prompt=add_generation_prompt)[0]
         except TemplateError as error:
             raise InputError(f"the chat template rejects this conversation: {error}") from error
 

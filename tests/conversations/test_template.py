@@ -177,6 +177,24 @@ def test_a_turn_that_the_prompt_began_is_written_with_its_beginning():
     assert template.opens_thinking
     assert template.turn_text(ids) == "Hm.\n</think>\n\n4"
     assert template.turn_message(ids)["content"] == "<think>\nHm.\n</think>\n\n4"
+    prompt = template.prompt("2 + 2?")
+    assert template.opens_thinking_after(prompt)
+    assert template.turn_message(ids, prompt)["content"] == "<think>\nHm.\n</think>\n\n4"
+    given = template.given_after([{"role": "tool", "content": "4"}], True)
+    assert not template.opens_thinking_after(given)
+    assert template.turn_message(ids, given)["content"] == "Hm.\n</think>\n\n4"
+    assert not template_of(BY_NAME["chatml"]).opens_thinking_after(prompt)
+
+
+def test_white_space_of_turns_where_the_template_trims():
+    template = template_of(BY_NAME["llama3"])
+    messages = [{"role": "user", "content": " a "}, {"role": "assistant", "content": " b\n"}]
+    ids = template.conversation_ids(messages)
+    header = "<|start_header_id|>assistant<|end_header_id|>"
+    assert template.tokenizer.decode(ids).endswith(f"\n\na<|eot_id|>{header}\n\n b\n<|eot_id|>")
+    asked = [*messages, {"role": "user", "content": "c"}]  # what a row says of earlier turns is the template's to trim
+    expected = template.tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
+    assert template.prompt(asked) == expected
 
 
 def test_llama_ends_a_call_of_a_built_in_tool_with_another_token():
