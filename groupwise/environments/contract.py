@@ -84,7 +84,7 @@ class Reply:
 class Environment(Protocol):
     """An environment; a class may inherit from this one for the defaults, or just have these methods.
 
-    ``schemas`` describe the tools that the model may call. ``counts`` are facts about the conversation so far, such as
+    ``schemas`` describe the tools that the model may call; some are known only after `start`. ``counts`` are facts about the conversation so far, such as
     the number of calls that failed; they become metrics.
     """
 

@@ -13,7 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.environments import AssistantTurn, Limits, Sandbox, ToolCall, ToolEnvironment, code_tool
+from groupwise.environments import (
+    AssistantTurn,
+    EnvironmentFailed,
+    Limits,
+    Sandbox,
+    ToolCall,
+    ToolEnvironment,
+    code_tool,
+)
 from groupwise.environments import sandbox as sandbox_module
 from groupwise.errors import ConfigError, InputError
 
@@ -344,6 +352,15 @@ def test_wrong_files_are_refused(files):
 def test_too_much_code_is_refused():
     with pytest.raises(InputError, match="at most"):
         with_mode("plain").run("x" * 2**21)
+
+
+def test_a_system_that_cannot_start_a_process(mode, monkeypatch):
+    def popen(*arguments, **options):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(EnvironmentFailed, match="sandbox could not start: Cannot allocate memory"):
+        with_mode(mode).run("")
 
 
 def call(tool, code, limits=None):
