@@ -21,7 +21,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from groupwise.errors import UserCodeError
@@ -154,9 +153,9 @@ async def run_limited(awaitable: Awaitable[Any], seconds: float) -> Outcome:
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     finally:
-        frames = task.get_stack()
+        place = _waiting_place(task.get_coro())
         task.cancel()
-    return task.result() if done else Outcome(hangs=_innermost(frames))
+    return task.result() if done else Outcome(hangs=place)
 
 
 async def _outcome_of(awaitable: Awaitable[Any]) -> Outcome:
@@ -191,18 +190,18 @@ class BackgroundLoop:
             raise
         if done and not waiting.cancelled():
             return waiting.result()
-        place = await self._place()
+        place = await self._place(coroutine)
         future.cancel()
         with suppress(asyncio.CancelledError):
             waiting.cancel()
         return Outcome(hangs=place)
 
-    async def _place(self) -> str:
-        """What the loop is doing: waiting, or blocked by a coroutine that does not await."""
+    async def _place(self, coroutine: Coroutine[Any, Any, Any]) -> str:
+        """Where the coroutine waits, or where the loop is blocked by one that does not."""
         answered = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop)
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.wrap_future(answered), GRACE)
-            return "an await"
+            return _waiting_place(coroutine)
         self.is_blocked = True
         place = place_of(self.thread)
         return f"{place}, which blocks the event loop of all environments (make it a plain function, or await there)"
@@ -225,8 +224,13 @@ def place_of(thread: threading.Thread) -> str:
     return _describe(traceback.StackSummary.extract(traceback.walk_stack(frame))[::-1]) if frame else "a thread"
 
 
-def _innermost(frames: list[FrameType]) -> str:
-    return _describe([entry for frame in frames for entry in traceback.extract_stack(frame, limit=1)])
+def _waiting_place(coroutine: Any) -> str:
+    """The line of the user's code at which a coroutine waits for another one, or for the loop."""
+    entries: list[traceback.FrameSummary] = []
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        entries += traceback.extract_stack(frame, limit=1)
+        coroutine = coroutine.cr_await
+    return _describe(entries)
 
 
 def _describe(entries: list[traceback.FrameSummary]) -> str:

@@ -84,8 +84,8 @@ class Reply:
 class Environment(Protocol):
     """An environment; a class may inherit from this one for the defaults, or just have these methods.
 
-    ``schemas`` describe the tools that the model may call. ``counts`` are facts about the conversation so far, such as
-    the number of calls that failed; they become metrics.
+    ``schemas`` describe the tools that the model may call; some are known only after `start`. ``counts`` are facts
+    about the conversation so far, such as the number of calls that failed; they become metrics.
     """
 
     schemas: Sequence[Schema] = ()

@@ -27,7 +27,7 @@ from typing import Any
 
 from groupwise.environments.contract import EnvironmentFailed
 from groupwise.errors import ConfigError, InputError, check_integer
-from groupwise.text import excerpt
+from groupwise.text import error_reason, excerpt
 
 RUNNER = Path(__file__).with_name("sandbox_runner.py")
 MEGABYTE = 2**20
@@ -141,7 +141,10 @@ class Sandbox:
                 raise InputError(f"{name} must be a text of at most {LONGEST_CODE:,} characters, got {what}")
         if files and "main.py" in files:
             raise InputError("main.py is the code itself; give the file another name")
-        result, problem = self._run(texts, self.isolation)
+        try:
+            result, problem = self._run(texts, self.isolation)
+        except OSError as error:  # no memory, no process, no room on the disk
+            raise EnvironmentFailed(f"could not start: {error_reason(error)}", "sandbox") from error
         if result is None:
             raise EnvironmentFailed(f"could not start: {problem}", "sandbox")
         return result

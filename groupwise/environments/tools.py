@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from groupwise.environments.arguments import WrongArguments, convert_arguments
 from groupwise.environments.background import Outcome, Worker, run_limited
@@ -24,6 +25,8 @@ from groupwise.text import shown
 
 LONGEST_ERROR = 500  # characters of an exception's text
 FOR_THE_USER = (EnvironmentFailed, ConfigError)
+
+_descriptions: WeakKeyDictionary[Any, dict[tuple[str, bool], tuple[dict[str, Any], Schema]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,24 @@ def make_tools(functions: Iterable[Callable[..., Any] | Tool]) -> tuple[Tool, ..
         if isinstance(function, Tool):
             tools.append(function)
             continue
-        annotations = annotations_of(function)
-        tools.append(Tool(function.__name__, function, tool_schema(function), annotations))
+        annotations, schema = _description(function)
+        tools.append(Tool(function.__name__, function, schema, annotations))
     names = [tool.name for tool in tools]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{names.count(name)} tools have the name {name!r}; rename all but one")
     return tuple(tools)
+
+
+def _description(function: Any) -> tuple[dict[str, Any], Schema]:
+    """The annotations and the schema of a function; of a method of many objects they are read once."""
+    plain, is_method = getattr(function, "__func__", function), inspect.ismethod(function)
+    if not inspect.isfunction(plain):
+        annotations_of(function)  # refuses it
+    known = _descriptions.setdefault(plain, {})
+    if (function.__name__, is_method) not in known:
+        known[function.__name__, is_method] = annotations_of(function), tool_schema(function)
+    return known[function.__name__, is_method]
 
 
 def failed(call: ToolCall, problem: str, limits: Limits) -> ToolResult:

@@ -235,6 +235,24 @@ def test_a_tool_may_be_given_again():
     assert make_tools(tools) == tools
 
 
+def test_the_methods_of_two_objects_are_two_tools():
+    first, second = (make_tools([Counter().count])[0] for _ in range(2))
+    assert first.schema is second.schema  # is made once
+    assert first.function.__self__ is not second.function.__self__
+    (unbound,) = make_tools([add])
+    assert make_tools([add])[0].schema is unbound.schema
+
+
+def test_a_renamed_function_has_another_schema():
+    def first() -> str:
+        """Does."""
+        return ""
+
+    assert make_tools([first])[0].schema["function"]["name"] == "first"
+    first.__name__ = "second"
+    assert make_tools([first])[0].schema["function"]["name"] == "second"
+
+
 def test_a_call_is_answered():
     result = call(add, {"a": "2"})
     assert (result.ok, result.content, result.call.id) == (True, "3", "7")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import textwrap
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from groupwise.environments import (
     AssistantTurn,
@@ -159,6 +162,42 @@ def test_a_wrong_opening_is_named(opening, words):
 def test_a_wrong_reward_is_named(reward):
     with pytest.raises(EnvironmentFailed, match="Answering: reward returned"):
         asyncio.run(watched(Answering(reward=reward)).reward())
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | st.sampled_from(["user", "tool"]),
+    lambda part: (
+        st.lists(part, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "name", "tool_call_id", "a"]) | st.integers(), part, max_size=4
+        )
+    ),
+    max_leaves=6,
+)
+
+
+@given(VALUES, VALUES, VALUES, VALUES)
+def test_any_reply_is_passed_on_in_order_or_refused(messages, done, reward, opening):
+    guarded = watched(Answering(Reply(messages, done, reward), opening, reward))
+    with contextlib.suppress(EnvironmentFailed):  # no other error
+        reply = asyncio.run(guarded.respond(TURN))
+        assert isinstance(reply.done, bool)
+        assert reply.reward is None or isinstance(reply.reward, float)
+        for message in reply.messages:
+            assert message["role"] in ("user", "tool")
+            message["content"].encode()
+    with contextlib.suppress(EnvironmentFailed):
+        for message in asyncio.run(guarded.start({}, 0)) or []:
+            assert message["role"] in ("system", "user", "assistant")
+            message["content"].encode()
+    with contextlib.suppress(EnvironmentFailed):
+        asyncio.run(guarded.reward())
 
 
 def raising(error):
