@@ -35,8 +35,12 @@ CHAT = {"data": {"chat": True}}
 SERVER = {"servers": ["http://127.0.0.1:9"]}
 
 
+def share_of_even(text: str) -> float:
+    return sum(ord(letter) % 2 == 0 for letter in text) / 6
+
+
 class Counting(Environment):
-    """Answers twice with the number of letters so far; the reward is the share of vowels in the last turn."""
+    """Answers twice with the number of letters so far; the reward is the share of even letters in the last turn."""
 
     def __init__(self) -> None:
         self.turns: list[str] = []
@@ -55,7 +59,7 @@ class Counting(Environment):
         return Reply([{"role": "user", "content": f"{sum(map(len, self.turns))} letters"}])
 
     async def reward(self) -> float:
-        return sum(letter in "aeiou" for letter in self.turns[-1]) / 6 if self.turns else 0.0
+        return share_of_even(self.turns[-1]) if self.turns else 0.0
 
 
 FAILING = "Say number 3: "
@@ -150,7 +154,7 @@ def test_rewards_get_what_happened(tmp_path):
         said = [message["content"] for message in entry["conversation"] if message["role"] == "assistant"]
         assert entry["turns"] == len(said)
         assert entry["completion"] == "\n".join(said)  # the prompt is a text
-        assert entry["reward"] == sum(letter in "aeiou" for letter in said[-1]) / 6
+        assert entry["reward"] == share_of_even(said[-1])
 
 
 def test_rewards_get_messages_for_prompts_of_messages(tmp_path):

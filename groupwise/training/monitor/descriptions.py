@@ -253,10 +253,26 @@ _BUILT_IN_REWARDS = {
     "math_equal/timeouts": "share of comparisons that took too long (reward `math_equal`)",
 }
 
+_CONVERSATIONS = {
+    "episodes/turns": "mean number of the model's turns in a conversation",
+    "episodes/given_share": "share of the tokens after the prompt that were given, not sampled: they are context only",
+    "episodes/tool_calls": "mean number of tool calls in a conversation",
+    "episodes/failed_tool_calls": "of these, calls that were answered by an error",
+    "episodes/unreadable_calls": "mean number of calls that could not be parsed, in a conversation",
+    "episodes/done": "share of the conversations that the environment, or a final answer, ended",
+    "episodes/turn_limit": "share that ended because of `environment.max_turns`",
+    "episodes/token_limit": "share that ended because no tokens were left, also for the end of a turn",
+    "episodes/retried": "share that was begun again, because the environment failed",
+    "episodes/groups_failed": "number of groups that were left out, because the environment failed again",
+    "environment/reward/{name}": "mean of one of several rewards that the environment gives, where it does",
+    "environment/{name}": "mean over the conversations of a number that the environment counts",
+}
+
 SECTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "Rewards and grades": _REWARDS,
         "Completions": _COMPLETIONS,
+        "Conversations": _CONVERSATIONS,
         "Learning signal": _SIGNAL,
         "Asynchronous rollouts": _ASYNC,
         "Loss and update": _LOSS,
@@ -274,6 +290,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 """The description of each metric, by section."""
 
 _PARTS = {"reward": r"[^/]+", "number": r"\d+", "letter": "[A-Z]", "stage": "generate|group|reward|wait|train"}
+_PARTS["name"] = ".+"
 _PARTS |= {"set": r"(?!warnings/|rewards/)[^/]+", "metric": ".+"}
 
 
