@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _SUBMODULES = (
-    "algorithms", "config", "control", "core", "data", "environments", "errors", "evaluate", "generate", "grouping",
-    "model", "plots", "rewards", "rundir", "stats", "tasks", "training", "usmle",
+    "algorithms", "config", "control", "conversations", "core", "data", "environments", "errors", "evaluate", "generate",
+    "grouping", "model", "plots", "rewards", "rundir", "stats", "tasks", "training", "usmle",
 )  # fmt: skip
 
 _HOMES = {
@@ -26,8 +26,8 @@ _HOMES = {
 
 __all__ = [
     "Callback", "Recipe", "RunResult", "StepReport", "Trainer", "__version__", "algorithms", "config", "control",
-    "core", "data", "environments", "errors", "evaluate", "generate", "grouping", "load_recipe", "make_recipe", "model",
-    "plots", "read_rollouts", "rewards", "rundir", "stats", "tasks", "training", "usmle",
+    "conversations", "core", "data", "environments", "errors", "evaluate", "generate", "grouping", "load_recipe",
+    "make_recipe", "model", "plots", "read_rollouts", "rewards", "rundir", "stats", "tasks", "training", "usmle",
 ]  # fmt: skip
 
 

@@ -15,8 +15,9 @@ from groupwise.conversations.tool_calls import CALL_ID
 
 Message = Mapping[str, Any]
 
-# Texts that no template writes by itself. They have letters only, because some templates trim or parse a text.
-USER, ANSWER, REASONING = "QuestionZQX", "AnswerZQX", "ReasoningZQX"
+# Texts that no template writes by itself. They have letters only, because some templates trim or parse a text; and no
+# two messages of a user are the same, because some templates compare messages.
+USER, LATER, ANSWER, REASONING = "QuestionZQX", "LaterZQX", "AnswerZQX", "ReasoningZQX"
 
 
 class Render(Protocol):
@@ -121,7 +122,7 @@ def prefix_problem(render: Render, frame: TurnFrame, *, thinks: bool) -> str | N
         answers.append(thinking if is_open(frame.opening) else f"<think>\n{thinking}")
     for answer in answers:
         turn = _assistant(frame.opening + answer)
-        asked, answered, continued = render([[_user(USER)], [_user(USER), turn], [_user(USER), turn, _user(USER)]])
+        asked, answered, continued = render([[_user(USER)], [_user(USER), turn], [_user(USER), turn, _user(LATER)]])
         written = asked + frame.lead + answer + frame.end
         first = asked.rfind(USER) + len(USER)
         if continued[:first] != asked[:first]:
@@ -135,7 +136,7 @@ def prefix_problem(render: Render, frame: TurnFrame, *, thinks: bool) -> str | N
     system = [{"role": "system", "content": REASONING}, _user(USER)]
     turn = _assistant(frame.opening + ANSWER)
     try:
-        asked, continued = render([system, [*system, turn, _user(USER)]])
+        asked, continued = render([system, [*system, turn, _user(LATER)]])
     except TemplateError:  # a template without system messages
         return None
     return None if continued.startswith(asked) else "it moves the system message when messages follow"

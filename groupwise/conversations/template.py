@@ -17,6 +17,7 @@ from groupwise.conversations.call_formats import TAGS
 from groupwise.conversations.families import family_of
 from groupwise.conversations.frames import (
     ANSWER,
+    LATER,
     USER,
     FrameError,
     Message,
@@ -67,7 +68,8 @@ class TurnTemplate:
         original = _template_text(tokenizer, chat_template, self.tools)
         self.family = family_of(original)
         self.replaced: str | None = None
-        self._use(original)
+        self._special = SpecialTokens(tokenizer, original + "".join(self.family.templates()), TAGS)
+        self.chat_template = original
         problem = self._problem()
         if problem is not None:
             self._replace(problem)
@@ -144,10 +146,6 @@ class TurnTemplate:
         tail = self.turn_text(ids[-len(self._frame.opening) - 8 :])  # a token has a character, or is a part of one
         return tail.endswith(self._frame.opening)
 
-    def _use(self, template: str) -> None:
-        self.chat_template = template
-        self._special = SpecialTokens(self.tokenizer, template, TAGS)
-
     def _problem(self) -> str | None:
         """Why the present template cannot be used turn by turn; its frame is found on the way."""
         try:
@@ -169,7 +167,7 @@ class TurnTemplate:
             for context in contexts([reply]):
                 with suppress(FrameError, TemplateError):
                     first = text_after(self._render, self._end_tokens, context, [reply])
-                    earlier = [*context, reply, *context[1:]]  # without its first message, the user's
+                    earlier = [*context, {**reply, "content": LATER}, *context[1:]]  # without its first question
                     if text_after(self._render, self._end_tokens, earlier, [reply]) != first:
                         return f"it writes {role} messages differently later in a conversation"
                     break
@@ -179,7 +177,7 @@ class TurnTemplate:
         """Take the first template of the family that writes the same prompts, and does not have the problem."""
         originals = self._sample_prompts()
         for template in self.family.templates():
-            self._use(template)
+            self.chat_template = template
             pairs = zip(self._sample_prompts(), originals, strict=True)
             if all(original in (None, prompt) for prompt, original in pairs) and self._problem() is None:
                 self.replaced = f"the model's chat template was replaced for several turns: {problem}"
@@ -200,7 +198,7 @@ class TurnTemplate:
             [_user(), answer, output, output],
         ]
         if not self.tools:  # some templates move the tools to the last question
-            chats.append([_user(), answer, _user()])
+            chats.append([_user(), answer, _user(LATER)])
         prompts: list[str | None] = []
         for chat in chats:
             try:

@@ -80,6 +80,12 @@ def _mistral() -> Any:
     return sentencepiece(special, prepend=True, bos_token="<s>", eos_token="</s>")
 
 
+def _tekken() -> Any:
+    tags = ("INST", "AVAILABLE_TOOLS", "TOOL_RESULTS")
+    special = ["<s>", "</s>", "[TOOL_CALLS]", *(f"[{slash}{tag}]" for tag in tags for slash in ("", "/"))]
+    return byte_level(special, bos_token="<s>", eos_token="</s>")
+
+
 def _gemma() -> Any:
     special = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
     return sentencepiece(special, ("\n\n", "<table>"), bos_token="<bos>", eos_token="<eos>")
@@ -117,6 +123,9 @@ FAMILIES = [
     ),
     ModelFamily("llama3", "llama3", _llama, "<|eot_id|>", calls=1, tool_role=True, shows_tools=True, trims=True),
     ModelFamily("mistral", "mistral", _mistral, "</s>", calls=3, tool_role=True, shows_tools=True, is_replaced=True),
+    ModelFamily(
+        "mistral_tekken", "mistral", _tekken, "</s>", calls=3, tool_role=True, shows_tools=True, is_replaced=True
+    ),
     ModelFamily("gemma", "gemma", _gemma, "<end_of_turn>", trims=True),
     ModelFamily("smollm3", "smollm3", _qwen, "<|im_end|>", tool_role=True, thinking=True),
     ModelFamily(

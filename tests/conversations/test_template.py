@@ -253,6 +253,18 @@ def test_a_template_that_changes_earlier_turns_is_refused(template, problem, mon
         TurnTemplate(BY_NAME["chatml"].tokenizer(), chat_template=template)
 
 
+def test_tools_that_move_to_the_last_question_are_refused():
+    """As in Mistral's templates, in which the last question is found by comparing messages."""
+    template = BY_NAME["chatml"].chat_template.replace(
+        "message.content",
+        "(tools | tojson if tools and message == (messages | selectattr('role', 'equalto', 'user') | list)[-1] else '')"
+        " + message.content",
+    )
+    TurnTemplate(BY_NAME["chatml"].tokenizer(), chat_template=template)
+    with pytest.raises(ConfigError, match="moves the tools"):
+        TurnTemplate(BY_NAME["chatml"].tokenizer(), [SEARCH], chat_template=template)
+
+
 def test_replies_that_are_written_differently_later_are_refused():
     """As DeepSeek-R1 does, of which only the first group of tool outputs is opened."""
     template = BY_NAME["chatml"].chat_template.replace(
