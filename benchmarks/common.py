@@ -174,12 +174,12 @@ def peak_memory(device: str, function: Callable[[], object]) -> int:
     return int(peak.split()[1]) * 1024
 
 
-def copy_rate(device: str) -> float:
+def copy_rate(device: str, clock: Callable[[], float] = time.perf_counter) -> float:
     """Bytes/s that a large copy reads and writes."""
     size = 2**30 if device == "cuda" else 2**27
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * size / best_seconds(device, lambda: target.copy_(source), calls=20)
+    return 2 * size / best_seconds(device, lambda: target.copy_(source), 20, clock)
 
 
 def ceilings(device: str, dtype: torch.dtype) -> tuple[float, float]:
@@ -187,19 +187,21 @@ def ceilings(device: str, dtype: torch.dtype) -> tuple[float, float]:
     bandwidth = copy_rate(device)
     n = 8192 if device == "cuda" else 1536
     a = torch.randn(n, n, device=device).to(dtype)
-    return bandwidth, 2 * n**3 / best_seconds(device, lambda: a @ a, calls=10)
+    return bandwidth, 2 * n**3 / best_seconds(device, lambda: a @ a, 10)
 
 
-def best_seconds(device: str, function: Callable[[], object], calls: int) -> float:
+def best_seconds(
+    device: str, function: Callable[[], object], calls: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Seconds of one call, at best, of ``calls`` in a row."""
     best = float("inf")
     for _ in range(4):
         synchronize(device)
-        start = time.perf_counter()
+        start = clock()
         for _ in range(calls):
             function()
         synchronize(device)
-        best = min(best, (time.perf_counter() - start) / calls)
+        best = min(best, (clock() - start) / calls)
     return best
 
 

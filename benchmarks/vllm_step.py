@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from common import arguments, fill, median, synchronize
 from offline_vllm import environment
-from step import describe, peak, recipe_of, reward, rows, save_model, start_counting
+from step_work import describe, peak, recipe_of, reward, rows, save_model, start_counting
 
 SIDES = ("engine", "vllm")
 MISMATCH = ("sampler/logp_difference_mean", "sampler/logp_difference_max", "sampler/kl")
