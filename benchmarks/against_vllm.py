@@ -118,13 +118,13 @@ def measure(args: argparse.Namespace, cells: list[Cell]) -> Iterator[Measured]:
     """Each cell of one model, as soon as it is measured."""
     jobs = {cell: cell.job(args) for cell in cells}
     with tempfile.TemporaryDirectory(prefix="groupwise-bench-") as folder:
-        save_checkpoint(args, cells[0].model, Path(folder), args.limit)
+        save_checkpoint(args, cells[0].model, folder, args.timeout)
         need = memory_of(args, cells[0].model, list(jobs.values()))
         share = memory_share(need.total, total_memory(args.device), SPARE_MEMORY[args.device])
         options = side_options(args, jobs, share or ALONE, need.cache)
 
         def start(side: str) -> SideProcess:
-            return SideProcess(side, folder, options[side], args.limit)
+            return SideProcess(side, folder, options[side], args.timeout)
 
         if share is None:
             print(f"  {cells[0].model}: one side after the other, because both do not fit into memory", flush=True)

@@ -101,7 +101,7 @@ def load(args: argparse.Namespace) -> PreTrainedModel:
     torch.manual_seed(0)
     dtype = resolve_dtype(args.dtype or "auto", resolve_device(args.device))
     with torch.device(args.device):
-        return LlamaForCausalLM(shape_config(args.model)).to(dtype).eval()
+        return LlamaForCausalLM(shape_config(args.model, getattr(args, "positions", 8192))).to(dtype).eval()
 
 
 def shape_config(shape: str, positions: int = 8192) -> LlamaConfig:

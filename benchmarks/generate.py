@@ -89,7 +89,7 @@ def main() -> None:
     versus.add_argument("--shapes", type=shapes, help="135m,0.5b,1.5b,7b: models with random weights")
     versus.add_argument("--only", type=samplers, help="samplers: topk40,plain,topk40-logprobs (default: topk40)")
     versus.add_argument("--eager", action="store_true", help="vLLM without torch.compile and CUDA graphs")
-    versus.add_argument("--limit", type=float, default=600, help="seconds for a side's start, and for each call")
+    versus.add_argument("--timeout", type=float, default=600, help="seconds for a side's start, and for each call")
     versus.add_argument("--json", "--results", type=Path, help="save each result in this file, and go on from there")
     args = parser.parse_args()
     fill(args)

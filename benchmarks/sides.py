@@ -27,6 +27,7 @@ import torch
 from common import copy_rate, load, peak_memory, synchronize
 from limits import MeasuredProducts, ModelSize, generation_limits
 from offline_vllm import OfflineVllm, environment
+from transformers.utils.logging import disable_progress_bar
 
 from groupwise.generate.engine import Engine
 from groupwise.generate.request import Request
@@ -34,6 +35,7 @@ from groupwise.generate.runner import Runner
 from groupwise.generate.types import Rollout, Sampling, Stop
 
 SIDES = ("groupwise", "vllm")
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}  # the CPU time of all threads of groupwise's process
 
 
 @dataclass(frozen=True)
@@ -144,10 +146,16 @@ class SideProcess:
         self._files.close()
 
 
-def save_checkpoint(args: argparse.Namespace, model: str, folder: Path, limit: float) -> None:
-    """Write the weights that both sides load, in a process that frees its memory by ending."""
-    options = {"model": model, "device": args.device, **({"dtype": args.dtype} if args.dtype else {})}
-    SideProcess("save", folder, options, limit).close()
+def save_checkpoint(
+    args: argparse.Namespace, model: str, folder: str | Path, limit: float, positions: int = 8192
+) -> None:
+    """Write the weights that both sides load; for a GPU in a process that frees its memory by ending."""
+    options = {"model": model, "device": args.device, "positions": positions}
+    if args.device == "cpu":
+        save(argparse.Namespace(**options, dtype=args.dtype, folder=folder))
+    else:
+        options |= {"dtype": args.dtype} if args.dtype else {}
+        SideProcess("save", folder, options, limit).close()
 
 
 # --- the child's side ------------------------------------------------------------------------------------------------
@@ -183,7 +191,7 @@ class EngineSide:
         from groupwise.model.load import load_model
 
         set_threads()
-        self.device = args.device
+        self.device, self.clock = args.device, CLOCKS[args.clock]
         self.model = load_model(args.folder, dtype=args.dtype or "auto", device=args.device)
         cache = args.cache_mib * 2**20 if args.cache_mib else None
         self.engine = FixedLengthEngine(self.model, max_num_seqs=args.sequences, cache_bytes=cache)
@@ -206,10 +214,10 @@ class EngineSide:
 
         def call() -> None:
             synchronize(self.device)
-            start = time.perf_counter()
+            start = self.clock()
             rollouts.append(self.engine.generate(prompts, job.samples, sampling))
             synchronize(self.device)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(self.clock() - start)
 
         peak = peak_memory(self.device, call)
         rollout, running = rollouts[0], self.engine.running
@@ -243,7 +251,7 @@ class EngineSide:
         from training_step import TrainingStep
 
         self.engine.release()
-        self.trainer = self.trainer or TrainingStep(self.engine.handle)
+        self.trainer = self.trainer or TrainingStep(self.engine.handle, self.clock)
         return dict(self.trainer.run(job.prompts(self.model.config.vocab_size), job.samples, job.completion_lengths))
 
 
@@ -300,6 +308,7 @@ def check_lengths(side: str, lengths: list[int], job: Job) -> None:
 def save(args: argparse.Namespace) -> None:
     """Random weights of a shape, or a copy of a model, without EOS, so that no setting of a side ends a sample."""
     model = load(args)
+    disable_progress_bar()
     model.config.architectures = [type(model).__name__]
     model.save_pretrained(args.folder)
     for name in ("config.json", "generation_config.json"):
@@ -330,11 +339,13 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype")
+    parser.add_argument("--positions", type=int, help="of a model with random weights")
     parser.add_argument("--sequences", type=int, help="samples at once, at most")
     parser.add_argument("--longest", type=int, help="tokens of a prompt and its completion")
     parser.add_argument("--cache-mib", type=int, help="of keys and values; not for vLLM on a GPU")
     parser.add_argument("--memory-share", type=float, default=0.6, help="of the GPU's memory, for vLLM")
     parser.add_argument("--eager", default="False", choices=("True", "False"), help="vLLM without compilation")
+    parser.add_argument("--clock", default="wall", choices=list(CLOCKS), help="of groupwise's side")
     args = parser.parse_args()
     if args.side == "save":
         save(args)

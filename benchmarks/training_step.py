@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from groupwise.training.update.updater import Updater
 class TrainingStep:
     """Steps of the updater with random completions and advantages: DAPO's loss, no KL, prompts computed once."""
 
-    def __init__(self, handle: ModelHandle) -> None:
-        self.handle, self.device = handle, handle.device.type
+    def __init__(self, handle: ModelHandle, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.handle, self.device, self.clock = handle, handle.device.type, clock
         settings = {
             "model": {"source": "none", "gradient_checkpointing": False},
             "optimizer": {"learning_rate": 1e-6},
@@ -67,10 +68,10 @@ class TrainingStep:
 
         def step() -> None:
             synchronize(self.device)
-            start = time.perf_counter()
+            start = self.clock()
             self.updater.update(minibatch, self.recipe)
             synchronize(self.device)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(self.clock() - start)
 
         peak = peak_memory(self.device, step)
         return {"seconds": seconds[0], "peak": peak, "tokens": sum(map(len, prompts)) + sum(lengths)}

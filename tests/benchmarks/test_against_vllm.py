@@ -15,7 +15,7 @@ from sides import Job, SideError, SideProcess
 from tests.benchmarks.scripts import run_script
 
 ARGS = argparse.Namespace(
-    device="cpu", dtype="float32", prompt_tokens=10, samples=3, new_tokens=5, repeat=2, eager=False, limit=60,
+    device="cpu", dtype="float32", prompt_tokens=10, samples=3, new_tokens=5, repeat=2, eager=False, timeout=60,
     json=None, shapes=["tiny-shape"], model=None, prompts=[2, 4], only=["topk40", "plain"],
 )  # fmt: skip
 LIMITS = {"bandwidth": 0.1, "arithmetic": 0.3, "copy_rate": 1e9}
