@@ -121,7 +121,7 @@ def measure(args: argparse.Namespace, cells: list[Cell]) -> Iterator[Measured]:
         save_checkpoint(args, cells[0].model, folder, args.timeout)
         need = memory_of(args, cells[0].model, list(jobs.values()))
         share = memory_share(need.total, total_memory(args.device), SPARE_MEMORY[args.device])
-        options = side_options(args, jobs, share or ALONE, need.cache)
+        options = side_options(args, jobs, args.memory_share or share or ALONE, need.cache)
 
         def start(side: str) -> SideProcess:
             return SideProcess(side, folder, options[side], args.timeout)

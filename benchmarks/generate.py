@@ -89,17 +89,24 @@ def main() -> None:
     versus.add_argument("--shapes", type=shapes, help="135m,0.5b,1.5b,7b: models with random weights")
     versus.add_argument("--only", type=samplers, help="samplers: topk40,plain,topk40-logprobs (default: topk40)")
     versus.add_argument("--eager", action="store_true", help="vLLM without torch.compile and CUDA graphs")
+    versus.add_argument(
+        "--memory-share",
+        type=float,
+        help="of the GPU's memory, for vLLM (default: what it needs, or 0.85 where it is alone)",
+    )
     versus.add_argument("--timeout", type=float, default=600, help="seconds for a side's start, and for each call")
     versus.add_argument("--json", "--results", type=Path, help="save each result in this file, and go on from there")
     args = parser.parse_args()
+    if args.memory_share is not None and not 0 < args.memory_share < 1:
+        parser.error(f"--memory-share must lie between 0 and 1, got {args.memory_share:g}")
     fill(args)
     args.prompts = args.prompts if isinstance(args.prompts, list) else [args.prompts]
     if args.against:
         args.only = args.only or ["topk40"]
         sys.exit(0 if compare(args) else 1)
-    for name in ("shapes", "only", "eager", "json"):
+    for name in ("shapes", "only", "eager", "memory_share", "json"):
         if getattr(args, name):
-            parser.error(f"--{name} needs --against vllm")
+            parser.error(f"--{name.replace('_', '-')} needs --against vllm")
     if len(args.prompts) > 1:
         parser.error("several numbers of prompts need --against vllm")
     args.prompts = args.prompts[0]

@@ -224,7 +224,7 @@ def options_of(args: argparse.Namespace, side: str, points: list[Point], longest
     sequences = max(len(point.job.completion_lengths) for point in points)
     options = {"device": args.device, "sequences": sequences, **({"dtype": args.dtype} if args.dtype else {})}
     if side == "vllm":
-        return {**options, "longest": longest, "memory_share": ALONE, "eager": args.eager}
+        return {**options, "longest": longest, "memory_share": ALONE, "eager": args.eager, "counts": True}
     options["clock"] = "cpu" if args.cpu_time else "wall"
     return {**options, **({"cache_mib": args.cache_mib} if args.cache_mib else {})}
 

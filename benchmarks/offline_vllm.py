@@ -51,10 +51,22 @@ def require_vllm(device: str) -> str:
 
 
 class OfflineVllm:
-    """vLLM with the weights of a folder. A call's prompts are computed once per group, by prefix caching."""
+    """vLLM with the weights of a folder. A call's prompts are computed once per group, by prefix caching.
+
+    counts: record the running sequences of each step, and the preemptions.
+    """
 
     def __init__(
-        self, folder: str, *, dtype: str, sequences: int, longest: int, memory_share: float, eager: bool, gpu: bool
+        self,
+        folder: str,
+        *,
+        dtype: str,
+        sequences: int,
+        longest: int,
+        memory_share: float,
+        eager: bool,
+        gpu: bool,
+        counts: bool,
     ) -> None:
         from vllm import LLM
 
@@ -71,11 +83,12 @@ class OfflineVllm:
             max_num_seqs=sequences,
             enable_prefix_caching=True,
             generation_config="vllm",
-            disable_log_stats=False,  # for the number of preemptions
+            disable_log_stats=not counts,
             **options,
         )
-        self.running: list[int] = []
-        self._watch()
+        self.counts, self.running = counts, list[int]()
+        if counts:
+            self._watch()
 
     def _watch(self) -> None:
         """Record how many sequences run in each step, where this version of vLLM tells."""
@@ -94,8 +107,8 @@ class OfflineVllm:
         engine.step = counted
 
     def preemptions(self) -> int | None:
-        """Of all calls so far."""
-        metrics = self.llm.get_metrics() if hasattr(self.llm, "get_metrics") else []
+        """Of all calls so far, where they are counted."""
+        metrics = self.llm.get_metrics() if self.counts and hasattr(self.llm, "get_metrics") else []
         values = [metric.value for metric in metrics if getattr(metric, "name", "") == "vllm:num_preemptions"]
         return int(sum(values)) if values else None
 

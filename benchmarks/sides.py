@@ -271,6 +271,7 @@ class VllmSide:
             memory_share=args.memory_share,
             eager=args.eager == "True",
             gpu=args.device == "cuda",
+            counts=args.counts == "True",
         )
 
     @property
@@ -345,6 +346,7 @@ def main() -> None:
     parser.add_argument("--cache-mib", type=int, help="of keys and values; not for vLLM on a GPU")
     parser.add_argument("--memory-share", type=float, default=0.6, help="of the GPU's memory, for vLLM")
     parser.add_argument("--eager", default="False", choices=("True", "False"), help="vLLM without compilation")
+    parser.add_argument("--counts", default="False", choices=("True", "False"), help="of vLLM: running, preempted")
     parser.add_argument("--clock", default="wall", choices=list(CLOCKS), help="of groupwise's side")
     args = parser.parse_args()
     if args.side == "save":

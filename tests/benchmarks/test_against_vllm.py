@@ -16,7 +16,7 @@ from tests.benchmarks.scripts import run_script
 
 ARGS = argparse.Namespace(
     device="cpu", dtype="float32", prompt_tokens=10, samples=3, new_tokens=5, repeat=2, eager=False, timeout=60,
-    json=None, shapes=["tiny-shape"], model=None, prompts=[2, 4], only=["topk40", "plain"],
+    json=None, memory_share=None, shapes=["tiny-shape"], model=None, prompts=[2, 4], only=["topk40", "plain"],
 )  # fmt: skip
 LIMITS = {"bandwidth": 0.1, "arithmetic": 0.3, "copy_rate": 1e9}
 SMALL = ("--shapes", "tiny", "--samples", "2", "--new-tokens", "4", "--prompt-tokens", "6", "--repeat", "1")
@@ -182,6 +182,7 @@ def test_a_complete_run_and_what_is_left_of_it(tmp_path):
     started = log.read_text()
     assert started.count("start") == 1  # one engine for all cells of a model
     assert '"max_num_seqs": 6' in started
+    assert '"disable_log_stats": true' in started  # nothing is counted where only time is compared
     del results["tiny-shape 3 plain-logprobs"]
     out.write_text(json.dumps({**json.loads(out.read_text()), "results": results}))
     again = run_script("generate.py", *options, stand_in=True, STAND_IN_FAILS="generate")
@@ -209,6 +210,8 @@ def test_what_goes_wrong_in_vllm_is_told(variable, value, words):
         (("--shapes", "tiny"), "--shapes needs --against vllm"),
         (("--only", "plain"), "--only needs --against vllm"),
         (("--json", "x.json"), "--json needs --against vllm"),
+        (("--memory-share", "0.5"), "--memory-share needs --against vllm"),
+        (("--memory-share", "1.5", "--against", "vllm"), "must lie between 0 and 1"),
     ],
 )
 def test_options_that_need_vllm(options, words, monkeypatch, capsys):
