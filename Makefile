@@ -73,6 +73,7 @@ bench: setup ## run the benchmarks (on a GPU where there is one); about 15 minut
 	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/step.py --against trl
+	$(BIN)/python benchmarks/lengths.py
 
 bench-control: setup ## GRPO and PPO beside Stable-Baselines3's PPO on CartPole, ten seeds, one thread; about 20 minutes
 	$(BIN)/python benchmarks/control.py

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from common import arguments, fill
-from step import describe, environment, recipe_of, rows, save_model
+from step_work import describe, environment, recipe_of, rows, save_model
 
 REWARDS = ("call", "judge")
 

@@ -25,21 +25,59 @@ SHAPES = {
         "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
         "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True,
     },
+    "qwen2.5-7b-shape": {
+        "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
+    },
+    "tiny-shape": {
+        "vocab_size": 259, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+SHORT_NAMES = {
+    "135m": "smollm2-135m-shape", "0.5b": "qwen2.5-0.5b-shape", "1.5b": "qwen2.5-1.5b-shape",
+    "7b": "qwen2.5-7b-shape", "tiny": "tiny-shape",
 }  # fmt: skip
 
 WORK = {"cpu": (4, 240, 8, 48), "cuda": (16, 250, 16, 512)}  # prompts, prompt tokens, samples, new tokens
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
+def arguments(description: str | None, prompts: Callable[[str], object] = int) -> argparse.ArgumentParser:
+    """The arguments of all benchmarks. ``prompts`` parses the number of prompts, or several of them."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=device, choices=("cpu", "cuda"))
     parser.add_argument("--model", help="a model's name or folder, or a shape with random weights")
     parser.add_argument("--dtype", help="default: bfloat16 on a GPU, else the fastest of the CPU")
-    for name in ("prompts", "prompt-tokens", "samples", "new-tokens"):
+    parser.add_argument("--prompts", type=prompts)
+    for name in ("prompt-tokens", "samples", "new-tokens"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--repeat", type=int, default=3)
     return parser
+
+
+def names(text: str) -> list[str]:
+    """The words of a list with commas, for an argument."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise argparse.ArgumentTypeError(f"expected names with commas between them, got {text!r}")
+    return list(dict.fromkeys(words))
+
+
+def counts(text: str) -> list[int]:
+    """The whole numbers of a list with commas, each at least 1, for an argument."""
+    words = names(text)
+    if not all(word.isascii() and word.isdigit() and int(word) for word in words):
+        raise argparse.ArgumentTypeError(f"expected whole numbers of at least 1 with commas between them, got {text!r}")
+    return [int(word) for word in words]
+
+
+def shapes(text: str) -> list[str]:
+    """Names of shapes, short or complete, for an argument."""
+    chosen = [SHORT_NAMES.get(word, word) for word in names(text)]
+    if unknown := [name for name in chosen if name not in SHAPES]:
+        raise argparse.ArgumentTypeError(f"unknown shape {unknown[0]!r} (allowed: {', '.join(SHORT_NAMES)})")
+    return chosen
 
 
 def fill(args: argparse.Namespace) -> None:
@@ -62,9 +100,12 @@ def load(args: argparse.Namespace) -> PreTrainedModel:
         return load_model(args.model, dtype=args.dtype or "auto", device=args.device)
     torch.manual_seed(0)
     dtype = resolve_dtype(args.dtype or "auto", resolve_device(args.device))
-    config = LlamaConfig(**SHAPES[args.model], max_position_embeddings=8192)
     with torch.device(args.device):
-        return LlamaForCausalLM(config).to(dtype).eval()
+        return LlamaForCausalLM(shape_config(args.model, getattr(args, "positions", 8192))).to(dtype).eval()
+
+
+def shape_config(shape: str, positions: int = 8192) -> LlamaConfig:
+    return LlamaConfig(**SHAPES[shape], max_position_embeddings=positions)
 
 
 def make_prompts(args: argparse.Namespace, vocabulary: int) -> list[torch.Tensor]:
@@ -133,41 +174,35 @@ def peak_memory(device: str, function: Callable[[], object]) -> int:
     return int(peak.split()[1]) * 1024
 
 
-def ceilings(device: str, dtype: torch.dtype) -> tuple[float, float]:
-    """Measured limits of the device: bytes/s of a large copy, operations/s of a matrix product."""
+def copy_rate(device: str, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Bytes/s that a large copy reads and writes."""
     size = 2**30 if device == "cuda" else 2**27
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
+    return 2 * size / best_seconds(device, lambda: target.copy_(source), 20, clock)
+
+
+def ceilings(device: str, dtype: torch.dtype) -> tuple[float, float]:
+    """Measured limits of the device: bytes/s of a large copy, operations/s of a matrix product."""
+    bandwidth = copy_rate(device)
     n = 8192 if device == "cuda" else 1536
     a = torch.randn(n, n, device=device).to(dtype)
-    copies, products = 20, 10
-    best_copy = best_product = float("inf")
+    return bandwidth, 2 * n**3 / best_seconds(device, lambda: a @ a, 10)
+
+
+def best_seconds(
+    device: str, function: Callable[[], object], calls: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Seconds of one call, at best, of ``calls`` in a row."""
+    best = float("inf")
     for _ in range(4):
         synchronize(device)
-        start = time.perf_counter()
-        for _ in range(copies):
-            target.copy_(source)
+        start = clock()
+        for _ in range(calls):
+            function()
         synchronize(device)
-        best_copy = min(best_copy, (time.perf_counter() - start) / copies)
-        start = time.perf_counter()
-        for _ in range(products):
-            a @ a
-        synchronize(device)
-        best_product = min(best_product, (time.perf_counter() - start) / products)
-    return 2 * size / best_copy, 2 * n**3 / best_product
-
-
-def product_rate(device: str, dtype: torch.dtype, rows: int, inner: int, outer: int) -> float:
-    """Operations/s of a matrix product with few rows, as in a decode step."""
-    a, b = torch.randn(rows, inner, device=device).to(dtype), torch.randn(outer, inner, device=device).to(dtype)
-    best = float("inf")
-    for _ in range(20):
-        synchronize(device)
-        start = time.perf_counter()
-        torch.nn.functional.linear(a, b)
-        synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * rows * inner * outer / best
+        best = min(best, (clock() - start) / calls)
+    return best
 
 
 def profile(device: str, function: Callable[[], object]) -> None:

@@ -4,28 +4,33 @@ Usage::
 
     python benchmarks/generate.py                                  # on the GPU if there is one, else on the CPU
     python benchmarks/generate.py --device cuda --continuous 120   # also transformers' continuous batching, 120 s each
-    python benchmarks/generate.py --no-peer --vllm                 # vLLM, in a process of its own; it must be installed
+    python benchmarks/generate.py --against vllm --shapes 135m,0.5b,1.5b,7b --prompts 16,64 --only topk40,plain
 
-Every sample has its full length. Times are medians of runs taken in turn in one process, after a warm-up round;
-compare the ratios. The memory floor is the time to read what decode steps must read (weights, and caches with the
-prompt once per group) at the measured speed of a large copy.
+Every sample has its full length. Times are medians of runs taken in turn, after a warm-up round; compare the ratios.
+The memory floor is the time to read what decode steps must read (weights, and caches with the prompt once per group)
+at the measured speed of a large copy.
 
-vLLM gets the same weights and prompts, CUDA graphs for as many sequences as there are samples, and prefix caching, so
-that it computes a prompt once per group; its cache is emptied before each call, as after an update of the weights.
+With ``--against vllm`` (it must be installed) both sides load the same weights and get the same prompts, each in a
+process of its own: in turn where the memory holds both, else one after the other. vLLM has CUDA graphs for as many
+sequences as there are samples, and prefix caching, so that it computes a prompt once per group; its cache is emptied
+before each call, as after an update of the weights. groupwise always returns log-probs, vLLM with a sampler such as
+``topk40-logprobs``. Beside the times stand the limits of benchmarks/limits.py. With ``--json FILE`` each result is
+saved as soon as it is measured; started again, the command measures what the file lacks.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
-import tempfile
+from pathlib import Path
 
 import torch
+from against_vllm import compare, samplers
 from common import (
     arguments,
     ceilings,
+    counts,
     default_attention,
     describe,
     fill,
@@ -34,10 +39,11 @@ from common import (
     make_prompts,
     median,
     peak_memory,
-    product_rate,
     profile,
+    shapes,
 )
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from limits import MeasuredProducts, ModelSize, decode_reads
+from transformers import GenerationConfig, PreTrainedModel
 
 from groupwise.generate.engine import Engine
 from groupwise.generate.types import Sampling
@@ -67,44 +73,8 @@ def generate_continuously(model: PreTrainedModel, prompts: list[torch.Tensor], a
     model.generate_batch(inputs=inputs, generation_config=settings(args), progress_bar=False)
 
 
-def time_vllm(folder: str, prompts: list[torch.Tensor], args: argparse.Namespace) -> float:
-    """The median time of vLLM's offline engine, in this process."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    os.environ |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    if not args.flashinfer:
-        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    from vllm import LLM, SamplingParams
-
-    sequences = len(prompts) * args.samples
-    engine = LLM(
-        folder,
-        skip_tokenizer_init=True,
-        dtype="auto",
-        gpu_memory_utilization=0.6,
-        max_model_len=max(map(len, prompts)) + args.new_tokens + 8,
-        max_num_seqs=sequences,
-        enable_prefix_caching=True,
-        compilation_config={"max_cudagraph_capture_size": max(512, sequences)},
-        generation_config="vllm",
-        disable_log_stats=True,
-    )
-    sampling = SamplingParams(
-        n=args.samples, temperature=1.0, top_k=args.top_k or 0, top_p=args.top_p, max_tokens=args.new_tokens,
-        ignore_eos=True, detokenize=False,
-    )  # fmt: skip
-    inputs = [{"prompt_token_ids": ids.tolist()} for ids in prompts]
-
-    def generate() -> None:
-        engine.reset_prefix_cache()
-        outputs = engine.generate(inputs, sampling, use_tqdm=False)
-        if any(len(sample.token_ids) != args.new_tokens for output in outputs for sample in output.outputs):
-            raise SystemExit("vLLM stopped early; the comparison would not be fair")
-
-    return median(in_turn(args.device, args.repeat, {"vLLM": generate})["vLLM"])
-
-
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, prompts=counts)
     parser.add_argument("--top-k", type=int, default=40)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--no-compile", action="store_true", help="the engine without torch.compile")
@@ -112,19 +82,34 @@ def main() -> None:
         "--continuous", type=int, default=0, help="seconds to give to continuous batching; 0: leave it out"
     )
     parser.add_argument("--only-continuous", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--vllm", action="store_true", help="also vLLM")
-    parser.add_argument(
-        "--flashinfer", action="store_true", help="vLLM samples with FlashInfer, which must be installed"
-    )
-    parser.add_argument("--only-vllm", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--no-peer", action="store_true", help="without transformers' generate")
     parser.add_argument("--profile", action="store_true", help="print the operations that take the most time")
+    versus = parser.add_argument_group("against vLLM")
+    versus.add_argument("--against", choices=("vllm",), help="compare with vLLM instead of transformers")
+    versus.add_argument("--shapes", type=shapes, help="135m,0.5b,1.5b,7b: models with random weights")
+    versus.add_argument("--only", type=samplers, help="samplers: topk40,plain,topk40-logprobs (default: topk40)")
+    versus.add_argument("--eager", action="store_true", help="vLLM without torch.compile and CUDA graphs")
+    versus.add_argument(
+        "--memory-share",
+        type=float,
+        help="of the GPU's memory, for vLLM (default: what it needs, or 0.85 where it is alone)",
+    )
+    versus.add_argument("--timeout", type=float, default=600, help="seconds for a side's start, and for each call")
+    versus.add_argument("--json", "--results", type=Path, help="save each result in this file, and go on from there")
     args = parser.parse_args()
+    if args.memory_share is not None and not 0 < args.memory_share < 1:
+        parser.error(f"--memory-share must lie between 0 and 1, got {args.memory_share:g}")
     fill(args)
-    if args.only_vllm:
-        vocabulary = AutoConfig.from_pretrained(args.only_vllm).vocab_size
-        print(f"PEER {time_vllm(args.only_vllm, make_prompts(args, vocabulary), args):.3f}")
-        return
+    args.prompts = args.prompts if isinstance(args.prompts, list) else [args.prompts]
+    if args.against:
+        args.only = args.only or ["topk40"]
+        sys.exit(0 if compare(args) else 1)
+    for name in ("shapes", "only", "eager", "memory_share", "json"):
+        if getattr(args, name):
+            parser.error(f"--{name.replace('_', '-')} needs --against vllm")
+    if len(args.prompts) > 1:
+        parser.error("several numbers of prompts need --against vllm")
+    args.prompts = args.prompts[0]
     model = load(args)
     prompts = make_prompts(args, model.config.vocab_size)
     if args.only_continuous:
@@ -169,11 +154,8 @@ def main() -> None:
     times = plain_work / shared_work
     print(f"tokens to compute: {plain_work:,} plainly, {shared_work:,} with shared prompts, {times:.2f} times")
     bandwidth, rate = ceilings(args.device, model.dtype)
-    shapes = engine.handle.shapes
-    token_bytes = sum(2 * shape.heads * shape.head_dim for shape in shapes) * model.dtype.itemsize
-    weights = sum(p.numel() for p in model.parameters()) * model.dtype.itemsize
-    cached = len(prompts) * args.samples * args.new_tokens * (args.new_tokens - 1) / 2
-    moved = (args.new_tokens - 1) * (weights + total * token_bytes) + cached * token_bytes
+    size = ModelSize.of(model)
+    moved = decode_reads(size, [*map(len, prompts)], args.samples, args.new_tokens) * model.dtype.itemsize
     operations = 2 * sum(p.numel() for p in model.parameters()) * shared_work
     print(
         f"memory: {moved / 1e9:,.0f} GB must be read, {moved / ours / 1e9:,.0f} of {bandwidth / 1e9:,.0f} GB/s "
@@ -181,19 +163,12 @@ def main() -> None:
         f"(floor {operations / rate:.2f} s)"
     )
     config, rows = model.config, facts["rows"]
-    few = product_rate(args.device, model.dtype, rows, config.hidden_size, config.intermediate_size)
+    weight = config.intermediate_size, config.hidden_size
+    few = 2 * rows * weight[0] * weight[1] / MeasuredProducts(args.device, model.dtype)(rows, weight)
     print(f"a product of {rows} rows, as the MLP of a decode step has, reaches {few / 1e12:.3f} TFLOP/s")
     print(f"the engine prefilled {facts['prefilled_tokens']:,} tokens and took {facts['decode_steps']} decode steps")
     if args.continuous:
         print(in_own_process("continuous batching", ["--only-continuous"], args.continuous, ours))
-    if args.vllm:
-        with tempfile.TemporaryDirectory() as folder:
-            model.config.architectures = [type(model).__name__]
-            model.save_pretrained(folder)
-            engine.release()
-            del model, engine, work
-            torch.cuda.empty_cache()
-            print(in_own_process("vLLM", ["--only-vllm", folder], 500, ours))
 
 
 def in_own_process(name: str, options: list[str], limit: int, ours: float) -> str:

@@ -14,10 +14,8 @@ rather than the seconds.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -27,23 +25,11 @@ from typing import Any
 
 import torch
 from common import arguments, fill, median, synchronize
-from step import describe, peak, recipe_of, reward, rows, save_model, start_counting
+from offline_vllm import environment
+from step_work import describe, peak, recipe_of, reward, rows, save_model, start_counting
 
 SIDES = ("engine", "vllm")
 MISMATCH = ("sampler/logp_difference_mean", "sampler/logp_difference_max", "sampler/kl")
-# A machine without network: every rendezvous of vLLM stays on this machine.
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-}
 
 
 def main() -> None:
@@ -88,10 +74,7 @@ def in_new_process(args: argparse.Namespace, side: str) -> dict[str, Any]:
     command += ["--gpu-memory-utilization", str(args.gpu_memory_utilization)]
     command += ["--dtype", args.dtype] if args.dtype else []
     command += [f"--{name.replace('_', '-')}" for name in ("no_sleep", "eager") if getattr(args, name)]
-    environment = {**ENVIRONMENT, **os.environ}
-    if importlib.util.find_spec("flashinfer") is None:
-        environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
         raise SystemExit(f"{side} failed ({done.returncode}):\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
