@@ -109,7 +109,7 @@ class Engine(LocalGenerator):
         runner = self._runner(plan, request)
         pages = None if plan.page_tokens >= request.longest else plan.pages
         scheduler = Scheduler(request.prompt_lengths, request.counts, plan.prompt_tokens, plan.slots, pages)
-        active, output = ActiveSamples(request, scheduler, runner.cache), OutputBuffer(request, stop, self.progress)
+        active, output = ActiveSamples(request, scheduler, runner), OutputBuffer(request, stop, self.progress)
         preempted: dict[int, SavedSample] = {}
         random_stream = RandomStream(request, plan.slots)
         in_flight: deque[tuple[StepBatch, Any]] = deque()
@@ -143,7 +143,7 @@ class Engine(LocalGenerator):
             for sample in active.without_room():
                 while sample in scheduler.slot_of and not active.grow(sample):
                     last = next(reversed(scheduler.slot_of))
-                    preempted[last] = runner.save(scheduler.slot_of[last], scheduler.pages_of[last])
+                    preempted[last] = runner.save(scheduler.slot_of[last], active.filled_pages(last))
                     active.preempt(last)
                     stats["preempted"] += 1
             if (following := active.next_batch()) is not None:
