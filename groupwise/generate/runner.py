@@ -139,7 +139,8 @@ class Runner:
         """Let a saved sample go on in this slot and these pages."""
         self.last[slot] = saved.last
         held = len(saved.pages[0][0])
-        self.cache.write_pages(pages[:held], saved.pages)
+        if held:
+            self.cache.write_pages(pages[:held], saved.pages)
         self.clear(pages[held:])
         if self.occurred is not None and saved.occurred is not None:
             self.occurred.mask[slot] = saved.occurred

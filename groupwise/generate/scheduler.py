@@ -3,8 +3,8 @@
 Samples wait in order. A sample is admitted when a slot and a page are free and its prompt is in the pool or fits into
 it. A prompt is prefilled once and stays in the pool until its last sample has finished. Where a sample may need several
 pages, it gets them as it grows, and each running sample has one in reserve when others are admitted, or as many as it
-is expected to need. If none is left, the sample that was admitted last is preempted: it waits, first of all, and goes on
-where it was. The order depends on nothing else, so that the same requests give the same schedule.
+is expected to need. If none is left, the sample that was admitted last is preempted: it waits, first of all, and goes
+on where it was. The order depends on nothing else, so that the same requests give the same schedule.
 """
 
 from __future__ import annotations
