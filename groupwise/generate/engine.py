@@ -11,7 +11,7 @@ import importlib.util
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from groupwise.generate.scheduler import PageEstimate, Scheduler
 from groupwise.generate.types import Generator, Progress, Rollout, Sampling, Stop
 from groupwise.model.cache import SharedCache
 from groupwise.model.handle import ModelHandle, eval_mode, prepare
+from groupwise.model.joint_products import JointProducts
 from groupwise.model.packing import Ids
 from groupwise.model.small_batch_linear import small_batch_linears
 
@@ -46,6 +47,8 @@ class Engine(LocalGenerator):
     graphs: whether to decode with captured CUDA graphs; by default where possible.
     grow_on_gpu: with CUDA graphs, too, let samples get memory as they grow where not all fit at full length, as they do
     without graphs. More of them run at once if most end early; not with ``isolated``.
+    joint_products: compute query, key and value, and gate and up, as one matrix product each where the layers allow it.
+    Their weights become views of one tensor, still the same parameters; sums may be rounded differently.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Engine(LocalGenerator):
         isolated: bool = False,
         graphs: bool | None = None,
         grow_on_gpu: bool = False,
+        joint_products: bool = False,
     ) -> None:
         self.handle: ModelHandle = prepare(model)
         limits = {"cache_bytes": cache_bytes, "max_num_seqs": max_num_seqs, "prefill_tokens": prefill_tokens}
@@ -76,6 +80,8 @@ class Engine(LocalGenerator):
         self.isolated = isolated
         self.graphs = _can_capture(self.handle) if graphs is None else graphs
         self.grow_on_gpu = grow_on_gpu
+        joint = joint_products and self.handle.sharded is None
+        self._joint_products = JointProducts(self.handle.trunk) if joint else None
         self._cache: SharedCache | None = None
         self._graphs: Any = None
 
@@ -101,7 +107,8 @@ class Engine(LocalGenerator):
             plain.progress, plain.version = self.progress, self.version
             return plain.generate(prompts, samples, sampling, stop=stop, keys=keys)
         request = Request(self.handle, prompts, samples, sampling, keys)
-        with eval_mode(self.handle.model), small_batch_linears(self.handle.trunk):
+        joint = nullcontext() if self._joint_products is None else self._joint_products.active()
+        with eval_mode(self.handle.model), joint, small_batch_linears(self.handle.trunk):
             return self._generate(request, stop)
 
     def _generate(self, request: Request, stop: Stop | None) -> Rollout:
