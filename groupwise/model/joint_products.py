@@ -68,6 +68,8 @@ class JointGroup:
             if type(layer) is not nn.Linear or "forward" in vars(layer):
                 return False
             for parameter, joint in ((layer.weight, self.weight), (layer.bias, self.bias)):
+                if (parameter is None) != (joint is None):
+                    return False
                 if joint is not None and not _is_view(parameter, joint[start : start + layer.out_features]):
                     return False
         return True
@@ -126,9 +128,16 @@ def _can_join(layers: Sequence[Any]) -> bool:
 
 
 def _join(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """A tensor of all rows of the parameters, which become views of it."""
+    """A tensor of all rows of the parameters, which become views of it, unless they are already."""
+    first, lengths = parameters[0].detach(), [len(parameter) for parameter in parameters]
+    storage = first.untyped_storage()
+    end = (first.storage_offset() + sum(lengths) * first[0].numel()) * first.itemsize
+    if first.is_contiguous() and end <= storage.nbytes():
+        joint = first.as_strided((sum(lengths), *first.shape[1:]), first.stride())
+        if all(_is_view(*pair) for pair in zip(parameters, joint.split(lengths), strict=True)):
+            return joint
     joint = torch.cat([parameter.detach() for parameter in parameters])
-    for parameter, part in zip(parameters, joint.split([len(parameter) for parameter in parameters]), strict=True):
+    for parameter, part in zip(parameters, joint.split(lengths), strict=True):
         parameter.data = part
     return joint
 
