@@ -35,7 +35,7 @@ class JointProducts:
         for parent in model.modules():
             for names in GROUPS:
                 layers = [getattr(parent, name, None) for name in names]
-                if _can_join(layers) and all(uses[id(p)] == 1 for layer in layers for p in layer.parameters()):  # type: ignore[union-attr]
+                if _can_join(layers) and all(uses[id(p)] == 1 for layer in layers for p in layer.parameters()):
                     self.groups.append(JointGroup(layers))  # type: ignore[arg-type]
 
     @contextmanager
@@ -98,7 +98,8 @@ class _First(nn.Linear):
     joint_others: list[_Other]
 
     def forward(self, x: Tensor) -> Tensor:
-        own, *rest = small_batch_linear(x, self.joint_weight, self.joint_bias).split(self.joint_sizes, -1)
+        product = small_batch_linear(x, self.joint_weight, self.joint_bias)
+        own, *rest = torch.split(product, self.joint_sizes, -1)
         for layer, result in zip(self.joint_others, rest, strict=True):
             layer.joint_result = (x, result)
         return own
@@ -127,17 +128,17 @@ def _can_join(layers: Sequence[Any]) -> bool:
     return len({(parameter.dtype, parameter.device) for parameter in parameters}) == 1
 
 
-def _join(parameters: Sequence[nn.Parameter]) -> Tensor:
+def _join(parameters: Sequence[Tensor]) -> Tensor:
     """A tensor of all rows of the parameters, which become views of it, unless they are already."""
     first, lengths = parameters[0].detach(), [len(parameter) for parameter in parameters]
     storage = first.untyped_storage()
     end = (first.storage_offset() + sum(lengths) * first[0].numel()) * first.itemsize
     if first.is_contiguous() and end <= storage.nbytes():
         joint = first.as_strided((sum(lengths), *first.shape[1:]), first.stride())
-        if all(_is_view(*pair) for pair in zip(parameters, joint.split(lengths), strict=True)):
+        if all(_is_view(*pair) for pair in zip(parameters, torch.split(joint, lengths), strict=True)):
             return joint
     joint = torch.cat([parameter.detach() for parameter in parameters])
-    for parameter, part in zip(parameters, joint.split(lengths), strict=True):
+    for parameter, part in zip(parameters, torch.split(joint, lengths), strict=True):
         parameter.data = part
     return joint
 
