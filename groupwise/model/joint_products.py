@@ -34,9 +34,9 @@ class JointProducts:
         self.groups: list[JointGroup] = []
         for parent in model.modules():
             for names in GROUPS:
-                layers = [getattr(parent, name, None) for name in names]
+                layers: list[Any] = [getattr(parent, name, None) for name in names]
                 if _can_join(layers) and all(uses[id(p)] == 1 for layer in layers for p in layer.parameters()):
-                    self.groups.append(JointGroup(layers))  # type: ignore[arg-type]
+                    self.groups.append(JointGroup(layers))
 
     @contextmanager
     def active(self) -> Iterator[None]:
