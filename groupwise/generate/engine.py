@@ -8,9 +8,10 @@ run, the runner computes a step, and `sampling` samples the tokens.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,15 +21,16 @@ from groupwise.config import Recipe
 from groupwise.distributed.ranks import Ranks
 from groupwise.errors import InputError, check_integer
 from groupwise.generate.local import LocalGenerator
-from groupwise.generate.memory import CachePlan, plan_cache
+from groupwise.generate.memory import EXPECTED_SHARE, CachePlan, plan_cache
 from groupwise.generate.plain import PlainGenerator
 from groupwise.generate.request import ActiveSamples, OutputBuffer, RandomStream, Request
 from groupwise.generate.runner import Runner, SavedSample, StepBatch
 from groupwise.generate.sampling import OccurredTokens
-from groupwise.generate.scheduler import Scheduler
+from groupwise.generate.scheduler import PageEstimate, Scheduler
 from groupwise.generate.types import Generator, Progress, Rollout, Sampling, Stop
 from groupwise.model.cache import SharedCache
 from groupwise.model.handle import ModelHandle, eval_mode, prepare
+from groupwise.model.joint_products import JointProducts
 from groupwise.model.packing import Ids
 from groupwise.model.small_batch_linear import small_batch_linears
 
@@ -43,6 +45,10 @@ class Engine(LocalGenerator):
     and every step has ``max_num_seqs`` rows. Otherwise only its random numbers are independent; sums are rounded
     differently in a batch of another size, which may change a token.
     graphs: whether to decode with captured CUDA graphs; by default where possible.
+    grow_on_gpu: with CUDA graphs, too, let samples get memory as they grow where not all fit at full length, as they do
+    without graphs. More of them run at once if most end early; not with ``isolated``.
+    joint_products: compute query, key and value, and gate and up, as one matrix product each where the layers allow it.
+    Their weights become views of one tensor, still the same parameters; sums may be rounded differently.
     """
 
     def __init__(
@@ -54,18 +60,28 @@ class Engine(LocalGenerator):
         prefill_tokens: int | None = None,
         isolated: bool = False,
         graphs: bool | None = None,
+        grow_on_gpu: bool = False,
+        joint_products: bool = False,
     ) -> None:
         self.handle: ModelHandle = prepare(model)
         limits = {"cache_bytes": cache_bytes, "max_num_seqs": max_num_seqs, "prefill_tokens": prefill_tokens}
         for name, number in limits.items():
             if number is not None:
                 check_integer(name, number, 1)
+        if isolated and grow_on_gpu:
+            raise InputError(
+                "isolated reserves the memory of every sample's longest completion, so that grow_on_gpu has no effect; "
+                "leave one of them out"
+            )
         gpu = self.handle.device.type == "cuda"
         super().__init__(max_num_seqs or (512 if gpu else 128))
         self.cache_bytes = cache_bytes
         self.prefill_tokens = 1 if isolated else prefill_tokens or (16384 if gpu else 2048)
         self.isolated = isolated
         self.graphs = _can_capture(self.handle) if graphs is None else graphs
+        self.grow_on_gpu = grow_on_gpu
+        joint = joint_products and self.handle.sharded is None
+        self._joint_products = JointProducts(self.handle.trunk) if joint else None
         self._cache: SharedCache | None = None
         self._graphs: Any = None
 
@@ -91,7 +107,8 @@ class Engine(LocalGenerator):
             plain.progress, plain.version = self.progress, self.version
             return plain.generate(prompts, samples, sampling, stop=stop, keys=keys)
         request = Request(self.handle, prompts, samples, sampling, keys)
-        with eval_mode(self.handle.model), small_batch_linears(self.handle.trunk):
+        joint = nullcontext() if self._joint_products is None else self._joint_products.active()
+        with eval_mode(self.handle.model), joint, small_batch_linears(self.handle.trunk):
             return self._generate(request, stop)
 
     def _generate(self, request: Request, stop: Stop | None) -> Rollout:
@@ -104,12 +121,13 @@ class Engine(LocalGenerator):
             self.cache_bytes,
             held_bytes=0 if self._cache is None else self._cache.bytes,
             all_rows=self.isolated,
-            grows=not self.graphs and not self.isolated,
+            grows=not self.isolated and (self.grow_on_gpu or not self.graphs),
         )
-        runner = self._runner(plan, request)
         pages = None if plan.page_tokens >= request.longest else plan.pages
-        scheduler = Scheduler(request.prompt_lengths, request.counts, plan.prompt_tokens, plan.slots, pages)
-        active, output = ActiveSamples(request, scheduler, runner.cache), OutputBuffer(request, stop, self.progress)
+        runner = self._runner(plan, request, paged=pages is not None)
+        estimate = self._page_estimate(request.longest, runner) if pages is not None else None
+        scheduler = Scheduler(request.prompt_lengths, request.counts, plan.prompt_tokens, plan.slots, pages, estimate)
+        active, output = ActiveSamples(request, scheduler, runner), OutputBuffer(request, stop, self.progress)
         preempted: dict[int, SavedSample] = {}
         random_stream = RandomStream(request, plan.slots)
         in_flight: deque[tuple[StepBatch, Any]] = deque()
@@ -143,7 +161,7 @@ class Engine(LocalGenerator):
             for sample in active.without_room():
                 while sample in scheduler.slot_of and not active.grow(sample):
                     last = next(reversed(scheduler.slot_of))
-                    preempted[last] = runner.save(scheduler.slot_of[last], scheduler.pages_of[last])
+                    preempted[last] = runner.save(scheduler.slot_of[last], active.filled_pages(last))
                     active.preempt(last)
                     stats["preempted"] += 1
             if (following := active.next_batch()) is not None:
@@ -158,7 +176,14 @@ class Engine(LocalGenerator):
                     preempted.pop(sample, None)
         return output.rollout(self.version, stats, runner.kept_ids())
 
-    def _runner(self, plan: CachePlan, request: Request) -> Runner:
+    def _page_estimate(self, longest: int, runner: Runner) -> PageEstimate | None:
+        """On a GPU, where samples to be preempted fill the host's memory, admit no more than are likely to fit."""
+        if not runner.knows_pages:
+            return None
+        most = -(-longest // runner.cache.page_tokens)
+        return PageEstimate(math.ceil(most * EXPECTED_SHARE), most)
+
+    def _runner(self, plan: CachePlan, request: Request, paged: bool) -> Runner:
         head = self.handle.head
         if head is None:
             raise InputError(f"this model's prompts cannot be shared: {self.handle.fallback_reason}")
@@ -176,7 +201,7 @@ class Engine(LocalGenerator):
             self._graphs = DecodeGraphs(
                 self.handle, head, self._cache, None if self.isolated else max(request.prompt_lengths)
             )
-        return GraphRunner(self._graphs, request, self.isolated)
+        return GraphRunner(self._graphs, request, self.isolated, paged)
 
 
 def make_engine(recipe: Recipe, handle: ModelHandle, ranks: Ranks) -> Engine:

@@ -1,9 +1,13 @@
 """Decoding on a GPU: a step, from the last tokens to the next, is replayed as one captured CUDA graph.
 
-A step's inputs are one block of integers and its outputs another, each copied at once. The host never waits for a
-token: it launches step t, then reads the output of step t − LAG, whose copy has long finished. The lag is fixed, so
-the schedule does not depend on timing. Tokens sampled between a sample's end and the moment the host learns of it are
-discarded.
+A step's inputs are one block of integers, the packet, and its outputs another, each copied at once. The host never
+waits for a token: it launches step t, then reads the output of step t − LAG, whose copy has long finished. The lag is
+fixed, so the schedule does not depend on timing. Tokens sampled between a sample's end and the moment the host learns
+of it are discarded.
+
+Where samples have several pages, the device has a table of them, a row per slot. The packet has the page that each
+row's token is written to, and the step writes it into the table, so that a sample that gets another page costs nothing
+more. Only a preempted sample that goes on has its row of the table written at once.
 
 Each graph has a fixed number of rows. There is one for each size that occurred, and a step uses the next larger one;
 padding rows use the spare slot. Graphs outlive a call: weights are updated in place, so the next call, with the same
@@ -14,25 +18,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from groupwise.generate.kernels import append_kept, can_draw, draw_rows
+from groupwise.generate.packet import fill_packet, idle_packet, packet_size, packet_views
 from groupwise.generate.request import Request
-from groupwise.generate.runner import Runner, StepBatch, StepOutput
+from groupwise.generate.runner import Runner, SavedSample, StepBatch, StepOutput
 from groupwise.generate.sampling import draw
 from groupwise.generate.types import Sampling
 from groupwise.model.attention import AttentionInputs, to_device
 from groupwise.model.cache import CACHE_ATTRIBUTE, LayerCache, SharedCache
+from groupwise.model.decode_inputs import TILE_ROWS, DecodeInputs
 from groupwise.model.handle import Head, ModelHandle
-from groupwise.model.kernels import TILE_ROWS, DecodeInputs, decode_attention, splits_for
+from groupwise.model.kernels import decode_attention, splits_for
+from groupwise.model.paged_kernels import paged_decode_attention
 
 LAG = 4
 MAX_SETTINGS = 4  # sampling parameters whose graphs are kept
-FIELDS = 6  # per row: slot, length, position, prompt length, banned, uniform
 
 
 class TiledLayout:
@@ -54,6 +60,33 @@ class TiledLayout:
         return out
 
 
+class PagedLayout:
+    """`TiledLayout` where samples have several pages."""
+
+    def __init__(self, step: DecodeInputs, table: Tensor, prompt_splits: int, splits: int) -> None:
+        self.step, self.table, self.prompt_splits, self.splits = step, table, prompt_splits, splits
+
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        cache: LayerCache = getattr(inputs.module, CACHE_ATTRIBUTE)
+        step = self.step
+        out: Tensor = paged_decode_attention(
+            inputs.query, inputs.key, inputs.value,
+            cache.pool_keys, cache.pool_values, cache.page_keys, cache.page_values, self.table,
+            step.slots, step.lengths, step.positions, step.prompt_lengths,
+            step.tile_starts, step.tile_lengths, step.tile_rows, step.order,
+            inputs.scale, inputs.window or 0, inputs.softcap or 0.0, self.prompt_splits, self.splits,
+        )  # fmt: skip
+        return out
+
+
+class GraphKey(NamedTuple):
+    """What a captured step depends on."""
+
+    rows: int
+    settings: Sampling
+    paged: bool
+
+
 class PendingStep(NamedTuple):
     """A launched step: the host buffer of its output, its number of rows, and the event of the copy."""
 
@@ -71,18 +104,20 @@ class DecodeGraphs:
         self.sizes = _sizes(cache.slots)
         capacity = self.sizes[-1]
         # A fixed number where results must not depend on the other prompts.
-        self.splits = 4 if longest_prompt is None else splits_for(handle, cache.slots, longest_prompt)
-        self.inputs = torch.zeros(_inputs_size(capacity), dtype=torch.int32, device=device)
+        tiles = -(-cache.slots // TILE_ROWS)
+        self.splits = 4 if longest_prompt is None else splits_for(handle, tiles, longest_prompt)
+        self.packet = torch.zeros(packet_size(capacity), dtype=torch.int32, device=device)
+        self.table = torch.zeros(cache.slots + 1, 0, dtype=torch.int32, device=device)  # of each slot's pages
         self.out = torch.zeros(4, capacity, dtype=torch.int32, device=device)
         self.last = torch.zeros(cache.slots + 1, dtype=torch.long, device=device)
         self.eos = torch.zeros(handle.vocabulary, dtype=torch.bool, device=device)
         self.kept_pool = torch.zeros(0, dtype=torch.int32, device=device)
         self.kept_used = torch.zeros(1, dtype=torch.long, device=device)
         # An entry is reused only after its event has been waited for.
-        self.host_inputs = torch.zeros(LAG + 3, len(self.inputs), dtype=torch.int32, pin_memory=True)
+        self.host_packets = torch.zeros(LAG + 3, len(self.packet), dtype=torch.int32, pin_memory=True)
         self.host_outputs = torch.zeros(LAG + 3, 4, capacity, dtype=torch.int32, pin_memory=True)
         self.events = [torch.cuda.Event() for _ in range(LAG + 3)]  # type: ignore[no-untyped-call]
-        self.captured: dict[Any, torch.cuda.CUDAGraph] = {}
+        self.captured: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self.fingerprint = handle.fingerprint()
         self.memory = torch.cuda.graph_pool_handle()
 
@@ -96,45 +131,59 @@ class DecodeGraphs:
     def reserve_kept(self, ids: int) -> None:
         """Reserve memory for kept sets; drops the graphs that write to a smaller one."""
         if len(self.kept_pool) < ids:
-            self.captured = {key: graph for key, graph in self.captured.items() if not key[1].keep_sets}
+            self.captured = {key: graph for key, graph in self.captured.items() if not key.settings.keep_sets}
             self.kept_pool = torch.zeros(ids, dtype=torch.int32, device=self.out.device)
 
-    def replay(self, rows: int, sampling: Sampling) -> None:
-        """Run one step for the first ``rows`` rows of the inputs."""
-        key = rows, _captured_settings(sampling)
+    def reserve_table(self, pages: int) -> None:
+        """Reserve room for this many pages of each slot; drops the graphs that read a smaller table."""
+        if self.table.shape[1] < pages:
+            self.captured = {key: graph for key, graph in self.captured.items() if not key.paged}
+            self.table = self.table.new_full((self.cache.slots + 1, pages), self.cache.pages)
+
+    def replay(self, rows: int, sampling: Sampling, paged: bool) -> None:
+        """Run one step for the first ``rows`` rows of the packet. paged: samples have several pages."""
+        key = GraphKey(rows, _captured_settings(sampling), paged)
         if key not in self.captured:
-            known = list(dict.fromkeys(settings for _, settings in self.captured))
-            if key[1] not in known and len(known) >= MAX_SETTINGS:  # a ramp of the temperature has others in each step
-                self.captured = {other: graph for other, graph in self.captured.items() if other[1] != known[0]}
-            self.captured[key] = self._capture(rows, sampling)
+            known = list(dict.fromkeys(key.settings for key in self.captured))
+            if key.settings not in known and len(known) >= MAX_SETTINGS:  # a ramp of the temperature: others each step
+                self.captured = {other: graph for other, graph in self.captured.items() if other.settings != known[0]}
+            self.captured[key] = self._capture(rows, sampling, paged)
         self.captured[key].replay()
 
-    def _capture(self, rows: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
-        saved_inputs = self.inputs.clone()
-        # Warm up before capturing, on the spare slot only.
-        self.inputs.copy_(idle_inputs(self.sizes[-1], self.cache.slots).to(self.inputs.device))
+    def _capture(self, rows: int, sampling: Sampling, paged: bool) -> torch.cuda.CUDAGraph:
+        saved_packet = self.packet.clone()
+        # Warm up before capturing, on the spare slot and the spare page only.
+        idle = idle_packet(self.sizes[-1], self.cache.slots, self.cache.pages)
+        self.packet.copy_(idle.to(self.packet.device))
         saved_used = self.kept_used.clone()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                self.step(rows, sampling)
+                self.step(rows, sampling, paged)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # thread_local: a reward in another thread may use the GPU meanwhile (asynchronous rollouts).
         with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
-            self.step(rows, sampling)
-        self.inputs.copy_(saved_inputs)
+            self.step(rows, sampling, paged)
+        self.packet.copy_(saved_packet)
         self.kept_used.copy_(saved_used)
         return graph
 
-    def step(self, rows: int, sampling: Sampling) -> None:
+    def step(self, rows: int, sampling: Sampling, paged: bool) -> None:
         """Compute the next token of each row from its last one."""
-        fields, inputs = _views(self.inputs, rows, self.sizes[-1])
+        inputs, banned, uniform = packet_views(self.packet, rows, self.sizes[-1])
         slots = inputs.slots.long()
-        layout = TiledLayout(inputs, self.splits)
+        layout = self._paged_layout(inputs, slots) if paged else TiledLayout(inputs, self.splits)
         hidden = self.handle.hidden(self.last[slots, None], inputs.positions.long()[:, None], layout)[:, 0]
-        self.draw(self.head.logits(hidden), slots, fields[5].view(torch.float32), fields[4] > 0, sampling)
+        self.draw(self.head.logits(hidden), slots, uniform, banned, sampling)
+
+    def _paged_layout(self, inputs: DecodeInputs, slots: Tensor) -> PagedLayout:
+        """The layout of a step whose pages have been written into the table."""
+        page_tokens = self.cache.page_tokens
+        self.table[slots, inputs.lengths.long() // page_tokens] = inputs.pages
+        splits = splits_for(self.handle, len(slots), self.table.shape[1] * page_tokens)
+        return PagedLayout(inputs, self.table, self.splits, splits)
 
     def draw(self, logits: Tensor, slots: Tensor, uniform: Tensor, banned: Tensor, sampling: Sampling) -> None:
         """Sample a token per row; store it as its slot's last token and in ``out``."""
@@ -164,10 +213,13 @@ class GraphRunner(Runner):
     """Runs the steps of one call with `DecodeGraphs`."""
 
     lag = LAG
+    knows_pages = True
 
-    def __init__(self, graphs: DecodeGraphs, request: Request, isolated: bool) -> None:
+    def __init__(self, graphs: DecodeGraphs, request: Request, isolated: bool, paged: bool) -> None:
         super().__init__(graphs.handle, graphs.head, graphs.cache, request.sampling, request.eos, isolated)
-        self.graphs = graphs
+        self.graphs, self.last, self.paged = graphs, graphs.last, paged
+        if paged:
+            graphs.reserve_table(-(-request.longest // self.cache.page_tokens) + 1)
         graphs.start()
         graphs.eos.copy_(self.eos)
         graphs.kept_used.zero_()
@@ -187,11 +239,20 @@ class GraphRunner(Runner):
         """Sample the next token of each row."""
         count, sizes = len(batch.slots), self.graphs.sizes
         size = sizes[-1] if self.isolated else next(size for size in sizes if size >= count)
-        buffer = self.graphs.host_inputs[self.entry]
-        fill_inputs(buffer.numpy(), batch, uniform, self.sampling.min_new_tokens, sizes[-1], self.cache.slots)
-        self.graphs.inputs.copy_(buffer, non_blocking=True)
-        self.graphs.replay(size, self.sampling)
+        packet, spare = self.graphs.host_packets[self.entry], (self.cache.slots, self.cache.pages)
+        fill_packet(packet.numpy(), batch, uniform, self.sampling.min_new_tokens, sizes[-1], *spare)
+        self.graphs.packet.copy_(packet, non_blocking=True)
+        self.graphs.replay(size, self.sampling, self.paged)
         return self._copy_output(count)
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """The kernels read no place of a page that has not been written."""
+
+    def restore(self, saved: SavedSample, slot: int, pages: Sequence[int]) -> None:
+        """Let a saved sample go on in this slot and these pages."""
+        super().restore(saved, slot, pages)
+        numbers = to_device(torch.tensor(pages, dtype=torch.int32), self.device)
+        self.graphs.table[slot, : len(pages)] = numbers
 
     def _copy_output(self, rows: int) -> PendingStep:
         entry = self.entry
@@ -218,57 +279,6 @@ class GraphRunner(Runner):
             return None
         ids: np.ndarray = self.graphs.kept_pool[: int(self.graphs.kept_used)].cpu().numpy()
         return ids
-
-
-# --- the input buffer: six numbers per row, then the tiles' starts, lengths and rows ----------------------------------
-
-
-def _inputs_size(capacity: int) -> int:
-    return capacity * (FIELDS + 2 + TILE_ROWS)
-
-
-def _views(buffer: Tensor, rows: int, capacity: int) -> tuple[Tensor, DecodeInputs]:
-    """Views of a buffer for ``capacity`` rows: the fields ``(FIELDS, rows)`` and the inputs of the attention."""
-    fields = buffer[: FIELDS * capacity].view(FIELDS, capacity)[:, :rows]
-    tiles = buffer[FIELDS * capacity :]
-    starts, lengths = tiles[:capacity], tiles[capacity : 2 * capacity]
-    members = tiles[2 * capacity :].view(capacity, TILE_ROWS)
-    slots, slot_lengths, positions, prompt_lengths = fields[0], fields[1], fields[2], fields[3]
-    tile_inputs = starts[:rows], lengths[:rows], members[:rows]
-    return fields, DecodeInputs(slots, slot_lengths, positions, prompt_lengths, *tile_inputs)
-
-
-def idle_inputs(capacity: int, spare: int) -> Tensor:
-    """A buffer without samples: all rows use the spare slot."""
-    buffer = torch.zeros(_inputs_size(capacity), dtype=torch.int32)
-    buffer[:capacity] = spare
-    buffer[(FIELDS + 2) * capacity :] = -1
-    return buffer
-
-
-def fill_inputs(
-    buffer: np.ndarray, batch: StepBatch, uniform: np.ndarray, min_new_tokens: int, capacity: int, spare: int
-) -> None:
-    """Write a step's batch into a buffer for ``capacity`` rows."""
-    count = len(batch.slots)
-    fields = buffer[: FIELDS * capacity].reshape(FIELDS, capacity)
-    starts, lengths = buffer[FIELDS * capacity : (FIELDS + 2) * capacity].reshape(2, capacity)
-    members = buffer[(FIELDS + 2) * capacity :].reshape(capacity, TILE_ROWS)
-    fields[:, count:] = 0
-    fields[0, count:] = spare
-    fields[0, :count], fields[1, :count], fields[2, :count] = batch.slots, batch.index - 1, batch.positions
-    fields[4, :count] = batch.index < min_new_tokens
-    fields[5, :count] = uniform.view(np.int32)
-    lengths[:] = 0
-    tile = 0
-    for start, length, group_rows in batch.groups:
-        fields[3, group_rows] = length
-        for first in range(group_rows.start, group_rows.stop, TILE_ROWS):
-            last = min(first + TILE_ROWS, group_rows.stop)
-            starts[tile], lengths[tile] = start, length
-            members[tile, : last - first] = np.arange(first, last)
-            members[tile, last - first :] = -1
-            tile += 1
 
 
 def _sizes(slots: int) -> list[int]:

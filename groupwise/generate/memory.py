@@ -12,6 +12,8 @@ from groupwise.model.handle import ModelHandle
 
 FREE_MEMORY_SHARE = 0.7  # the rest is for activations, logits and other processes
 PAGE_TOKENS = 128  # of a page, where samples have several
+GPU_PAGE_TOKENS = 64  # the same on a GPU, of which the kernels read one at a time
+EXPECTED_SHARE = 1 / 4  # of the longest completion: what a sample is expected to need before any has ended
 
 
 class CachePlan(NamedTuple):
@@ -49,7 +51,8 @@ def plan_cache(
     longest = sorted(prompt_lengths, reverse=True)
     rows = max_num_seqs if all_rows else min(sum(counts), max_num_seqs)
     group = max_num_seqs if all_rows else min(max(counts), max_num_seqs)
-    most_pages = -(-length // PAGE_TOKENS)  # of one sample
+    page_tokens = GPU_PAGE_TOKENS if handle.device.type == "cuda" else PAGE_TOKENS
+    most_pages = -(-length // page_tokens)  # of one sample
     grows = grows and most_pages > 1
     least = 1 if grows else group
     while rows >= least:
@@ -57,11 +60,11 @@ def plan_cache(
         pool = sum(longest[: -(-rows // min(counts)) + 1])
         if pool + (rows + 1) * length <= tokens:
             return CachePlan(pool, rows, rows, length)
-        pages = (tokens - pool) // PAGE_TOKENS - 1
+        pages = (tokens - pool) // page_tokens - 1
         if grows and pages >= max(most_pages + 1, 2 * rows):
-            return CachePlan(pool, rows, min(pages, rows * most_pages), PAGE_TOKENS)
+            return CachePlan(pool, rows, min(pages, rows * most_pages), page_tokens)
         rows = rows - 1 if rows < 16 else rows * 15 // 16
-    needed = longest[0] + ((most_pages + 2) * PAGE_TOKENS if grows else (group + 1) * length)
+    needed = longest[0] + ((most_pages + 2) * page_tokens if grows else (group + 1) * length)
     what = "one completion" if grows else f"one group of {group} samples"
     source = "cache_bytes" if cache_bytes is not None else "the free memory"
     raise InputError(

@@ -11,11 +11,11 @@ import torch
 
 from groupwise.core.filters import KeptSets
 from groupwise.errors import InputError, NotFiniteError
-from groupwise.generate.runner import Group, StepBatch, StepOutput
+from groupwise.generate.page_table import PageTable
+from groupwise.generate.runner import Group, Runner, StepBatch, StepOutput
 from groupwise.generate.sampling import uniforms
 from groupwise.generate.scheduler import Scheduler
 from groupwise.generate.types import Progress, Rollout, Sampling, Stop
-from groupwise.model.cache import SharedCache
 from groupwise.model.handle import ModelHandle
 from groupwise.model.packing import Ids, check_ids
 from groupwise.model.precision import name_not_finite
@@ -88,12 +88,15 @@ class RandomStream:
 class ActiveSamples:
     """The running samples in order of admission, and how many tokens of each have been launched."""
 
-    def __init__(self, request: Request, scheduler: Scheduler, cache: SharedCache) -> None:
-        self.request, self.scheduler, self.cache = request, scheduler, cache
+    def __init__(self, request: Request, scheduler: Scheduler, runner: Runner) -> None:
+        self.request, self.scheduler, self.runner = request, scheduler, runner
+        self.page_tokens = runner.cache.page_tokens
+        columns = -(-request.longest // self.page_tokens) + 1 if scheduler.grows else 0
+        self.table = PageTable(scheduler.slots, columns, self.page_tokens, runner.cache.pages)
         self.launched = np.zeros(len(request.prompt_of), np.int64)
         self._room = np.zeros(len(request.prompt_of), np.int64)  # tokens that each sample's pages hold
         self._lengths = np.array(request.prompt_lengths)
-        self._rows: tuple[np.ndarray, np.ndarray, np.ndarray, list[Group]] | None = None
+        self._rows: tuple[np.ndarray, np.ndarray, list[Group]] | None = None
 
     def admit(self, samples: Sequence[tuple[int, int]]) -> StepBatch:
         """The batch for the first token of new samples."""
@@ -102,12 +105,16 @@ class ActiveSamples:
         numbers, slots = (np.array(column) for column in zip(*samples, strict=True))
         self.launched[numbers] = 1
         positions = self._lengths[self.request.prompt_of[numbers]] - 1
-        return StepBatch(numbers, np.zeros_like(numbers), slots, self._pages(numbers.tolist(), slots), positions, [])
+        index = np.zeros_like(numbers)
+        return StepBatch(numbers, index, slots, self._pages(slots, index), positions, [])
 
     def resume(self, sample: int) -> None:
         """Run a sample with the pages that it has now."""
         self._rows = None
-        self._room[sample] = len(self.scheduler.pages_of[sample]) * self.cache.page_tokens
+        pages = self.scheduler.pages_of[sample]
+        self._room[sample] = len(pages) * self.page_tokens
+        if self.scheduler.grows:
+            self.table.assign(self.scheduler.slot_of[sample], pages)
 
     def without_room(self) -> list[int]:
         """The running samples that need another page for their next token, in order of admission."""
@@ -122,25 +129,30 @@ class ActiveSamples:
         page = self.scheduler.grow(sample)
         if page is None:
             return False
-        self.cache.clear([page])
-        self.resume(sample)
+        self.runner.clear([page])
+        self.table.append(self.scheduler.slot_of[sample], page)
+        self._room[sample] += self.page_tokens
         return True
 
+    def filled_pages(self, sample: int) -> list[int]:
+        """The pages that have keys and values of the sample; its newest token has none yet."""
+        return self.scheduler.pages_of[sample][: -(-(int(self.launched[sample]) - 1) // self.page_tokens)]
+
     def preempt(self, sample: int) -> None:
-        self.scheduler.preempt(sample)
+        self.scheduler.preempt(sample, len(self.filled_pages(sample)))
         self._rows = None
 
     def next_batch(self) -> StepBatch | None:
         """The batch for the next token of all running samples, or None if there are none."""
         if self._rows is None:
             self._rows = self._arrange()
-        samples, slots, pages, groups = self._rows
+        samples, slots, groups = self._rows
         if not len(samples):
             return None
         index = self.launched[samples]
         self.launched[samples] += 1
         positions = self._lengths[self.request.prompt_of[samples]] + index - 1
-        return StepBatch(samples, index, slots, pages, positions, groups)
+        return StepBatch(samples, index, slots, self._pages(slots, index - 1), positions, groups)
 
     def drop(self, sample: int) -> None:
         """Remove a finished sample; does nothing if it was removed already."""
@@ -154,7 +166,7 @@ class ActiveSamples:
         for sample in running[self.launched[running] >= self.request.limits[running]].tolist():
             self.drop(sample)
 
-    def _arrange(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[Group]]:
+    def _arrange(self) -> tuple[np.ndarray, np.ndarray, list[Group]]:
         samples: list[int] = []
         groups: list[Group] = []
         for number, members in self.scheduler.groups().items():
@@ -162,17 +174,15 @@ class ActiveSamples:
             groups.append((prompt.start or 0, prompt.length, slice(len(samples), len(samples) + len(members))))
             samples += members
         slots = np.array([self.scheduler.slot_of[sample] for sample in samples], np.int64)
-        return np.array(samples, np.int64), slots, self._pages(samples, slots), groups
+        return np.array(samples, np.int64), slots, groups
 
-    def _pages(self, samples: Sequence[int], slots: np.ndarray) -> np.ndarray:
-        """The pages of these samples, one row each."""
+    def _pages(self, slots: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """See `StepBatch.pages`; ``places`` are those of the input tokens in their completions."""
         if not self.scheduler.grows:  # a sample's only page has the number of its slot
             return slots[:, None]
-        lists = [self.scheduler.pages_of[sample] for sample in samples]
-        table = np.full((len(lists), max(map(len, lists), default=1)), self.cache.pages, np.int64)
-        for row, pages in zip(table, lists, strict=True):
-            row[: len(pages)] = pages
-        return table
+        if self.runner.knows_pages:
+            return self.table.page_at(slots, places)[:, None]
+        return self.table.rows(slots)
 
 
 class OutputBuffer:

@@ -32,7 +32,9 @@ class StepBatch:
     samples: np.ndarray
     index: np.ndarray  # of the token to sample, within its completion
     slots: np.ndarray
-    pages: np.ndarray  # (rows, n) of each sample's keys and values, in order; the spare page where it has fewer
+    # (rows, n) of each sample's keys and values, in order; the spare page where it has fewer. If the runner knows the
+    # earlier ones, (rows, 1): the page of the input token.
+    pages: np.ndarray
     positions: np.ndarray  # of the input token, which is the one before
     groups: Sequence[Group]
 
@@ -62,6 +64,7 @@ class Runner:
     """
 
     lag = 0  # steps launched ahead of the one that is read
+    knows_pages = False  # it keeps the pages of earlier steps on the device
     occurred: OccurredTokens | None = None
 
     def __init__(
@@ -89,7 +92,7 @@ class Runner:
 
     def first(self, logits: Tensor, batch: StepBatch, uniform: np.ndarray) -> Any:
         """Sample the first tokens, from the prompts' logits ``(rows, V)``."""
-        self.cache.clear(batch.pages.flatten().tolist())
+        self.clear(batch.pages.flatten().tolist())
         slots = torch.from_numpy(batch.slots).to(self.device)
         drawn = self._draw(logits, slots, batch.index, uniform)
         self.last[slots] = drawn.ids
@@ -123,6 +126,10 @@ class Runner:
         self.last[rows] = drawn.ids
         return drawn
 
+    def clear(self, pages: Sequence[int]) -> None:
+        """Prepare these pages for another sample."""
+        self.cache.clear(pages)
+
     def save(self, slot: int, pages: Sequence[int]) -> SavedSample:
         """What the sample in this slot needs to go on in another slot."""
         occurred = None if self.occurred is None else self.occurred.mask[slot].clone()
@@ -132,8 +139,9 @@ class Runner:
         """Let a saved sample go on in this slot and these pages."""
         self.last[slot] = saved.last
         held = len(saved.pages[0][0])
-        self.cache.write_pages(pages[:held], saved.pages)
-        self.cache.clear(pages[held:])
+        if held:
+            self.cache.write_pages(pages[:held], saved.pages)
+        self.clear(pages[held:])
         if self.occurred is not None and saved.occurred is not None:
             self.occurred.mask[slot] = saved.occurred
 

@@ -2,9 +2,9 @@
 
 Samples wait in order. A sample is admitted when a slot and a page are free and its prompt is in the pool or fits into
 it. A prompt is prefilled once and stays in the pool until its last sample has finished. Where a sample may need several
-pages, it gets them as it grows, and each running sample has one in reserve when others are admitted. If none is left,
-the sample that was admitted last is preempted: it waits, first of all, and goes on where it was. The order depends on
-nothing else, so that the same requests give the same schedule.
+pages, it gets them as it grows, and each running sample has one in reserve when others are admitted, or as many as it
+is expected to need. If none is left, the sample that was admitted last is preempted: it waits, first of all, and goes
+on where it was. The order depends on nothing else, so that the same requests give the same schedule.
 """
 
 from __future__ import annotations
@@ -24,14 +24,39 @@ class PromptState:
     start: int | None = None
 
 
+@dataclass
+class PageEstimate:
+    """The mean number of pages that a sample needs, as this call has shown so far.
+
+    All pages in use and those that ended samples had, over the number of ended samples: the estimate for lifetimes of
+    which some are not over. One sample of ``prior`` pages is counted in; the mean is at most ``most``.
+    """
+
+    prior: int
+    most: int
+    ended: int = 0
+    ended_pages: int = 0
+
+    def mean(self, pages_in_use: int) -> int:
+        total = self.prior + self.ended_pages + pages_in_use
+        return min(self.most, -(-total // (1 + self.ended)))
+
+
 class Scheduler:
     """For prompts of ``lengths`` with ``counts`` samples each; samples are numbered prompt after prompt.
 
     pages: by default one for each slot, and samples do not grow.
+    estimate: what running samples are expected to need is kept free when others are admitted; by default one page each.
     """
 
     def __init__(
-        self, lengths: Sequence[int], counts: Sequence[int], pool_tokens: int, slots: int, pages: int | None = None
+        self,
+        lengths: Sequence[int],
+        counts: Sequence[int],
+        pool_tokens: int,
+        slots: int,
+        pages: int | None = None,
+        estimate: PageEstimate | None = None,
     ) -> None:
         self.prompts = [PromptState(length, count) for length, count in zip(lengths, counts, strict=True)]
         self.prompt_of = [prompt for prompt, count in enumerate(counts) for _ in range(count)]
@@ -40,9 +65,11 @@ class Scheduler:
         self.free_slots = list(range(slots))  # a heap: the lowest first, so that used slots stay adjacent
         self.slots = slots
         self.grows = pages is not None
-        self.free_pages = list(range(slots if pages is None else pages))  # a heap, too
+        self.pages = slots if pages is None else pages
+        self.free_pages = list(range(self.pages))  # a heap, too
+        self.estimate = estimate
         self.pages_of: dict[int, list[int]] = {}  # of each running sample
-        self.preempted: dict[int, int] = {}  # samples that were running and wait again, and how many pages they had
+        self.preempted: dict[int, int] = {}  # samples that were running and wait again, and how many pages they filled
         self.pool = RangeAllocator(pool_tokens)
 
     @property
@@ -65,12 +92,15 @@ class Scheduler:
         prompts: list[tuple[int, int]] = []
         samples: list[tuple[int, int]] = []
         used = 0
+        expected = self._expected_pages()
+        reserve = sum(max(1, expected - len(own)) for own in self.pages_of.values()) if self.grows else 0
         while self.waiting and self.free_slots:
             sample = self.waiting[0]
             number = self.prompt_of[sample]
             prompt = self.prompts[number]
             pages = self.preempted.get(sample, 0) + 1
-            if len(self.free_pages) < pages + (len(self.slot_of) if self.grows else 0):
+            own_growth = max(0, expected - pages) if self.slot_of else 0  # alone it may take what there is
+            if len(self.free_pages) < pages + own_growth + reserve:
                 break
             if prompt.start is None:
                 enough = min(prompt.samples_left, -(-self.slots // 8))
@@ -86,7 +116,12 @@ class Scheduler:
             self.slot_of[sample] = heapq.heappop(self.free_slots)
             self.pages_of[sample] = [heapq.heappop(self.free_pages) for _ in range(pages)]
             samples.append((sample, self.slot_of[sample]))
+            reserve += max(1, expected - pages) if self.grows else 0
         return prompts, samples
+
+    def _expected_pages(self) -> int:
+        """The number of pages that a sample is expected to need."""
+        return 1 if self.estimate is None else self.estimate.mean(self.pages - len(self.free_pages))
 
     def grow(self, sample: int) -> int | None:
         """Give a running sample another page; None if there is none."""
@@ -95,9 +130,10 @@ class Scheduler:
         self.pages_of[sample].append(heapq.heappop(self.free_pages))
         return self.pages_of[sample][-1]
 
-    def preempt(self, sample: int) -> None:
-        """Let a running sample wait, before all others. It will get as many pages again, and one more."""
-        self.preempted[sample] = self._free(sample)
+    def preempt(self, sample: int, filled: int) -> None:
+        """Let a running sample wait, before all others. It will get its ``filled`` pages again, and one more."""
+        self._free(sample)
+        self.preempted[sample] = filled
         self.waiting.appendleft(sample)
 
     def _free(self, sample: int) -> int:
@@ -111,10 +147,13 @@ class Scheduler:
     def finish(self, sample: int) -> None:
         """Free a sample's slot and pages, and with the last sample of a prompt also the prompt's range."""
         if sample in self.preempted:  # its last token was on its way
-            del self.preempted[sample]
+            pages = self.preempted.pop(sample)
             self.waiting.remove(sample)
         else:
-            self._free(sample)
+            pages = self._free(sample)
+        if self.estimate is not None:
+            self.estimate.ended += 1
+            self.estimate.ended_pages += pages
         prompt = self.prompts[self.prompt_of[sample]]
         prompt.samples_left -= 1
         if not prompt.samples_left and prompt.start is not None:

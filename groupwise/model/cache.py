@@ -89,14 +89,26 @@ class SharedCache:
             layer.page_values[pages] = 0
 
     def read_pages(self, pages: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """The keys and values of these pages in each layer, copied to the host."""
-        return [(layer.page_keys[pages].cpu(), layer.page_values[pages].cpu()) for layer in self.layers]
+        """The keys and values of these pages in each layer, on the host; a GPU may still be copying them."""
+        numbers = self._numbers(pages)
+        return [(_to_host(layer.page_keys[numbers]), _to_host(layer.page_values[numbers])) for layer in self.layers]
 
     def write_pages(self, pages: Sequence[int], contents: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Write what `read_pages` has read to other pages."""
+        numbers = self._numbers(pages)
         for layer, (keys, values) in zip(self.layers, contents, strict=True):
-            layer.page_keys[pages] = keys.to(layer.page_keys.device)
-            layer.page_values[pages] = values.to(layer.page_values.device)
+            layer.page_keys[numbers] = keys.to(numbers.device, non_blocking=True)
+            layer.page_values[numbers] = values.to(numbers.device, non_blocking=True)
+
+    def _numbers(self, pages: Sequence[int]) -> Tensor:
+        return to_device(torch.tensor(pages, dtype=torch.long), self.handle.device)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy on the host; the next work in the device's queue sees it complete, the host may not."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def bytes_per_token(shapes: Sequence[KVShape], dtype: torch.dtype) -> int:

@@ -11,39 +11,26 @@ Import this module only where Triton is installed.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from groupwise.model.decode_inputs import TILE_ROWS
 from groupwise.model.handle import ModelHandle
-
-TILE_ROWS = 16
-
-
-class DecodeInputs(NamedTuple):
-    """The inputs of a decode step, int32 on the device; rows that are not in use have the spare slot."""
-
-    slots: Tensor  # (rows,)
-    lengths: Tensor  # (rows,) tokens in the slot before this one
-    positions: Tensor  # (rows,) of this token, prompt included
-    prompt_lengths: Tensor  # (rows,) 0 for a row that has no prompt
-    tile_starts: Tensor  # (tiles,) of its prompt in the pool
-    tile_lengths: Tensor  # (tiles,) 0 for a tile that is not in use
-    tile_rows: Tensor  # (tiles, TILE_ROWS) −1 for an empty place
 
 
 @triton.jit
-def _capped(scores, softcap, CAPPED: tl.constexpr):
+def capped(scores, softcap, CAPPED: tl.constexpr):
     if CAPPED:  # softcap · tanh(scores / softcap)
         scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
     return scores
 
 
 @triton.jit
-def _dot(a, b, EXACT: tl.constexpr):
+def dot(a, b, EXACT: tl.constexpr):
     if EXACT:  # float32 without TF32
         product = tl.dot(a, b, input_precision="ieee")
     else:
@@ -85,8 +72,8 @@ def _prompt_kernel(
         kv = (start + place).to(tl.int64)[:, None] * pool_token + head * pool_head + column[None, :]
         mask = there[:, None] & inside[None, :]
         k = tl.load(pool_keys + kv, mask=mask, other=0.0)
-        scores = _dot(q, tl.trans(k), EXACT) * scale
-        scores = _capped(scores, softcap, CAPPED)
+        scores = dot(q, tl.trans(k), EXACT) * scale
+        scores = capped(scores, softcap, CAPPED)
         visible = there[None, :] & valid[:, None]
         if WINDOWED:
             visible = visible & (at[:, None] - place[None, :] < window)
@@ -96,7 +83,7 @@ def _prompt_kernel(
         weights = tl.exp(scores - safe[:, None])
         shrink = tl.exp(largest - safe)
         v = tl.load(pool_values + kv, mask=mask, other=0.0)
-        result = result * shrink[:, None] + _dot(weights.to(v.dtype), v, EXACT)
+        result = result * shrink[:, None] + dot(weights.to(v.dtype), v, EXACT)
         total = total * shrink + tl.sum(weights, 1)
         largest = larger
     some = total > 0
@@ -130,7 +117,7 @@ def _completion_kernel(
     tl.store(slot_values + base + length * token_stride + column, new_value, mask=inside)
     # The new token comes from registers, earlier ones from the cache.
     newest = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
-    largest = _capped(newest, softcap, CAPPED)
+    largest = capped(newest, softcap, CAPPED)
     total = tl.full([QUERIES], 1.0, tl.float32)
     result = tl.zeros([QUERIES, PADDED], tl.float32) + new_value.to(tl.float32)[None, :]
     first = 0
@@ -144,13 +131,13 @@ def _completion_kernel(
         kv = base + place[:, None] * token_stride + column[None, :]
         mask = there[:, None] & inside[None, :]
         k = tl.load(slot_keys + kv, mask=mask, other=0.0)
-        scores = _dot(q, tl.trans(k), EXACT) * scale
-        scores = tl.where(there[None, :], _capped(scores, softcap, CAPPED), float("-inf"))
+        scores = dot(q, tl.trans(k), EXACT) * scale
+        scores = tl.where(there[None, :], capped(scores, softcap, CAPPED), float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp(scores - larger[:, None])
         shrink = tl.exp(largest - larger)
         v = tl.load(slot_values + kv, mask=mask, other=0.0)
-        result = result * shrink[:, None] + _dot(weights.to(v.dtype), v, EXACT)
+        result = result * shrink[:, None] + dot(weights.to(v.dtype), v, EXACT)
         total = total * shrink + tl.sum(weights, 1)
         largest = larger
     if tl.load(prompt_lengths + row) > 0:
@@ -181,30 +168,46 @@ def decode_attention(
     """query (rows, H, 1, d), key and value (rows, Hkv, 1, d) → (rows, 1, H, d). 0 means no window or no softcap."""
     rows, heads, _, width = query.shape
     kv_heads = key.shape[1]
-    per_head = heads // kv_heads
-    padded = max(16, triton.next_power_of_2(width))
-    exact = query.dtype == torch.float32
+    constants = constants_of(query, kv_heads, window, softcap)
     part = torch.empty(splits, rows, heads, width, dtype=torch.float32, device=query.device)
     lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=query.device)
     out = torch.empty(rows, 1, heads, width, dtype=query.dtype, device=query.device)
-    common = {
-        "HEADS": kv_heads, "PER_HEAD": per_head, "WIDTH": width, "PADDED": padded,
-        "WINDOWED": window > 0, "CAPPED": softcap > 0, "EXACT": exact,
-    }  # fmt: skip
-    block = 64 if padded <= 128 else 32
-    _prompt_kernel[(len(tile_starts), kv_heads, splits)](
+    attend_prompts(
         query, pool_keys, pool_values, tile_starts, tile_lengths, tile_rows, positions, part, lse,
-        scale, window, softcap, rows, query.stride(0), query.stride(1), pool_keys.stride(0), pool_keys.stride(1),
-        splits,
-        TILE=TILE_ROWS, QUERIES=max(16, triton.next_power_of_2(TILE_ROWS * per_head)), BLOCK=block, **common,
+        scale, window, softcap, splits, constants,
     )  # fmt: skip
     _completion_kernel[(rows, kv_heads)](
         query, key, value, slot_keys, slot_values, slots, lengths, prompt_lengths, part, lse, out,
         scale, window, softcap, rows, query.stride(0), query.stride(1), key.stride(0), key.stride(1),
         value.stride(0), value.stride(1), slot_keys.stride(0), slot_keys.stride(1), slot_keys.stride(2),
-        QUERIES=max(16, triton.next_power_of_2(per_head)), BLOCK=block, SPLITS=splits, **common,
+        QUERIES=max(16, triton.next_power_of_2(heads // kv_heads)), SPLITS=splits, **constants,
     )  # fmt: skip
     return out
+
+
+def constants_of(query: Tensor, kv_heads: int, window: int, softcap: float) -> dict[str, Any]:
+    """What all attention kernels are compiled for."""
+    _, heads, _, width = query.shape
+    padded = max(16, triton.next_power_of_2(width))
+    return {
+        "HEADS": kv_heads, "PER_HEAD": heads // kv_heads, "WIDTH": width, "PADDED": padded,
+        "BLOCK": 64 if padded <= 128 else 32,
+        "WINDOWED": window > 0, "CAPPED": softcap > 0, "EXACT": query.dtype == torch.float32,
+    }  # fmt: skip
+
+
+def attend_prompts(
+    query: Tensor, pool_keys: Tensor, pool_values: Tensor,
+    tile_starts: Tensor, tile_lengths: Tensor, tile_rows: Tensor, positions: Tensor, part: Tensor, lse: Tensor,
+    scale: float, window: int, softcap: float, splits: int, constants: dict[str, Any],
+) -> None:  # fmt: skip
+    """Attention of each row to its prompt, in ``splits`` parts, into the first of ``part`` and ``lse``."""
+    _prompt_kernel[(len(tile_starts), constants["HEADS"], splits)](
+        query, pool_keys, pool_values, tile_starts, tile_lengths, tile_rows, positions, part, lse,
+        scale, window, softcap, len(query), query.stride(0), query.stride(1), pool_keys.stride(0), pool_keys.stride(1),
+        splits,
+        TILE=TILE_ROWS, QUERIES=max(16, triton.next_power_of_2(TILE_ROWS * constants["PER_HEAD"])), **constants,
+    )  # fmt: skip
 
 
 @decode_attention.register_fake
@@ -213,8 +216,11 @@ def _(query: Tensor, *args: object) -> Tensor:
     return query.new_empty(rows, 1, heads, width)
 
 
-def splits_for(handle: ModelHandle, slots: int, longest_prompt: int) -> int:
-    """Into how many programs to split a prompt: enough to keep every multiprocessor busy, none with too little."""
+def splits_for(handle: ModelHandle, programs: int, tokens: int) -> int:
+    """Into how many programs to split up to ``tokens`` keys, where there are ``programs`` per head without it.
+
+    Enough to keep every multiprocessor busy, none with too little.
+    """
     processors = torch.cuda.get_device_properties(handle.device).multi_processor_count
-    programs = -(-slots // TILE_ROWS) * handle.shapes[0].heads
-    return max(1, min(16, processors // programs, longest_prompt // 64), min(16, longest_prompt // 2048))
+    programs *= handle.shapes[0].heads
+    return max(1, min(16, processors // programs, tokens // 64), min(16, tokens // 2048))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,10 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from groupwise.errors import InputError, NotFiniteError
+from groupwise.generate import engine as engine_module
 from groupwise.generate import memory
 from groupwise.generate.engine import Engine
+from groupwise.generate.packet import fill_packet, packet_size, packet_views
 from groupwise.generate.plain import PlainGenerator
 from groupwise.generate.request import ActiveSamples
+from groupwise.generate.runner import Runner, SavedSample, StepBatch
+from groupwise.generate.sampling import DrawnTokens
 from groupwise.generate.types import Rollout, Sampling
 from groupwise.model.cache import CACHE_ATTRIBUTE, bytes_per_token
 from groupwise.model.handle import prepare
@@ -287,9 +293,34 @@ def test_many_long_completions_in_little_memory(monkeypatch):
         Engine(HANDLES["llama"], cache_bytes=per_token * 90).generate(PROMPTS, COUNTS, sampling)
 
 
+class TableRunner(Runner):
+    """A stand-in for decoding with CUDA graphs: its only table of the pages is made of the packets of its steps."""
+
+    lag, knows_pages = 4, True
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.table = torch.full((self.cache.slots + 1, 100), self.cache.pages)
+
+    def decode(self, batch: StepBatch, uniform: np.ndarray) -> DrawnTokens:
+        count, spare = len(batch.slots), (self.cache.slots, self.cache.pages)
+        assert batch.pages.shape == (count, 1)
+        packet = np.zeros(packet_size(count), np.int32)
+        fill_packet(packet, batch, uniform, self.sampling.min_new_tokens, count, *spare)
+        step = packet_views(torch.from_numpy(packet), count, count).attention
+        self.table[step.slots.long(), step.lengths.long() // self.cache.page_tokens] = step.pages.long()
+        return super().decode(dataclasses.replace(batch, pages=self.table[step.slots.long()].numpy()), uniform)
+
+    def restore(self, saved: SavedSample, slot: int, pages: list[int]) -> None:
+        super().restore(saved, slot, pages)
+        self.table[slot, : len(pages)] = torch.tensor(pages)
+
+
 @pytest.mark.parametrize("name", quick(ARCHITECTURES, "llama", "gemma3"))
-@pytest.mark.parametrize("penalty", [1.0, 1.5])
-def test_preemption_at_random_changes_no_token(name, penalty, monkeypatch):
+@pytest.mark.parametrize(("penalty", "runner"), [(1.0, Runner), (1.5, Runner), (1.0, TableRunner), (1.5, TableRunner)])
+def test_preemption_at_random_changes_no_token(name, penalty, runner, monkeypatch):
+    """With tokens read at once, and, as on a GPU, four steps later with a table of the pages on the device."""
+    monkeypatch.setattr(engine_module, "Runner", runner)
     sampling = Sampling(max_new_tokens=40, seed=2, eos_ids=(3, 5), repetition_penalty=penalty)
     wanted = Engine(HANDLES[name]).generate(PROMPTS, COUNTS, sampling)
     assert wanted.stats["preempted"] == 0
@@ -312,6 +343,26 @@ def test_preemption_at_random_changes_no_token(name, penalty, monkeypatch):
     got = engine.generate(PROMPTS, COUNTS, sampling)
     assert got.stats["preempted"] > 10
     assert_same(got, wanted)
+
+
+def test_few_samples_are_preempted_where_the_expected_length_is_kept_free(monkeypatch):
+    """As on a GPU, with completions of 25 to 28 tokens and room for eight of them."""
+    monkeypatch.setattr(memory, "PAGE_TOKENS", 4)
+    tokens = sum(map(len, PROMPTS)) + 9 * 28
+    sampling = Sampling(max_new_tokens=28, min_new_tokens=24, eos_ids=tuple(range(20)))
+    results = []
+    for runner in (Runner, TableRunner):
+        monkeypatch.setattr(engine_module, "Runner", runner)
+        cache_bytes = tokens * bytes_per_token(HANDLES["llama"].shapes, torch.float64)
+        results.append(Engine(HANDLES["llama"], cache_bytes=cache_bytes).generate(PROMPTS, 15, sampling))
+    greedy_admission, expected_length = results
+    assert_same(greedy_admission, expected_length)
+    assert expected_length.stats["preempted"] < greedy_admission.stats["preempted"] / 2
+
+
+def test_growing_with_reserved_memory_is_refused():
+    with pytest.raises(InputError, match="leave one of them out"):
+        Engine(HANDLES["llama"], isolated=True, grow_on_gpu=True)
 
 
 @pytest.mark.parametrize("name", ["cache_bytes", "max_num_seqs", "prefill_tokens"])

@@ -45,6 +45,40 @@ def test_a_plan_fits_or_is_refused(requests, length, max_num_seqs, tokens):
     assert (plan.pages, plan.page_tokens) == (plan.slots, length)
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), min_size=1, max_size=10),
+    st.integers(129, 400),  # at least two pages
+    st.integers(1, 64),
+    st.integers(1, 5000),
+)
+def test_a_plan_for_samples_that_grow_fits_or_is_refused(requests, length, max_num_seqs, tokens):
+    lengths, counts = [prompt for prompt, _ in requests], [count for _, count in requests]
+    page = memory.PAGE_TOKENS
+    most = -(-length // page)  # pages of one sample
+    try:
+        plan = plan_cache(HANDLE, lengths, counts, length, max_num_seqs, tokens * TOKEN_BYTES, grows=True)
+    except InputError:
+        assert sum(sorted(lengths)[-2:]) + min((most + 2) * page, 2 * length) > tokens
+        return
+    assert plan.prompt_tokens + (plan.pages + 1) * plan.page_tokens <= tokens
+    assert 1 <= plan.slots <= min(sum(counts), max_num_seqs)
+    if plan.page_tokens == length:  # all fit at full length
+        assert plan.pages == plan.slots
+    else:
+        assert plan.page_tokens == page
+        # One sample can always run to its end, and all can start.
+        assert plan.pages >= max(most, 2 * plan.slots)
+
+
+def test_samples_that_grow_run_in_less_memory():
+    tokens = 10 * 4096
+    reserved = plan_cache(HANDLE, [100], [64], 4096, 64, tokens * TOKEN_BYTES * 8)
+    grown = plan_cache(HANDLE, [100], [64], 4096, 64, tokens * TOKEN_BYTES, grows=True)
+    assert reserved.slots == grown.slots == 64
+    with pytest.raises(InputError, match="one group of 64 samples"):
+        plan_cache(HANDLE, [100], [64], 4096, 64, tokens * TOKEN_BYTES)
+
+
 def test_the_free_memory_is_the_default_budget(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 100 * TOKEN_BYTES)
     with pytest.raises(InputError, match="the free memory is"):

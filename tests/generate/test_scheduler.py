@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.generate.scheduler import RangeAllocator, Scheduler
+from groupwise.generate.scheduler import PageEstimate, RangeAllocator, Scheduler
 
 requests = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6)), min_size=1, max_size=12)
 
@@ -18,17 +18,23 @@ requests = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6)), min_size=1
     st.integers(0, 40),
     st.integers(1, 60),
     st.none() | st.integers(5, 30),
+    st.none() | st.integers(1, 4),
     st.integers(0, 10_000),
 )
-def test_every_sample_runs_once_and_no_two_share_a_place(prompts, slots, spare, prefill, pages, seed):
+def test_every_sample_runs_once_and_no_two_share_a_place(prompts, slots, spare, prefill, pages, expected, seed):
     """With some pages, samples grow to at most four, and are preempted at random and if there are no pages."""
     lengths, counts = [length for length, _ in prompts], [count for _, count in prompts]
     pool = max(lengths) + spare
-    scheduler = Scheduler(lengths, counts, pool, slots, pages)
+    estimate = None if expected is None or pages is None else PageEstimate(expected, 4)
+    scheduler = Scheduler(lengths, counts, pool, slots, pages, estimate)
     rng = random.Random(seed)
     prefilled: list[int] = []
     admitted: list[int] = []
     steps = 0
+
+    def preempt(sample: int) -> None:
+        scheduler.preempt(sample, rng.randint(0, len(scheduler.pages_of[sample])))
+
     while not scheduler.done:
         steps += 1
         assert steps < 1000
@@ -58,9 +64,9 @@ def test_every_sample_runs_once_and_no_two_share_a_place(prompts, slots, spare, 
         for sample in list(scheduler.slot_of) if pages else ():
             grows = len(scheduler.pages_of.get(sample, range(4))) < 4 and rng.random() < 0.7
             while grows and sample in scheduler.slot_of and scheduler.grow(sample) is None:
-                scheduler.preempt(next(reversed(scheduler.slot_of)))
+                preempt(next(reversed(scheduler.slot_of)))
             if rng.random() < 0.1 and sample in scheduler.slot_of:
-                scheduler.preempt(sample)
+                preempt(sample)
         for sample in [*scheduler.slot_of, *scheduler.preempted]:
             if rng.random() < 0.4:
                 scheduler.finish(sample)
@@ -81,6 +87,39 @@ def test_a_new_prompt_waits_for_free_slots():
     assert scheduler.partly_waiting() == [1]
     scheduler.finish(3)
     assert scheduler.admit(100) == ([], [(16, 3)])  # its prompt is in the pool
+
+
+def test_the_mean_number_of_pages_counts_those_that_still_run():
+    estimate = PageEstimate(prior=10, most=40)
+    assert estimate.mean(0) == 10
+    assert estimate.mean(25) == 35  # none has ended, so that all are long
+    assert estimate.mean(100) == 40
+    estimate.ended, estimate.ended_pages = 4, 6
+    assert estimate.mean(4) == 4  # (10 + 6 + 4) / (1 + 4)
+
+
+def test_room_for_what_running_samples_are_expected_to_need():
+    def admitted(estimate: PageEstimate | None) -> int:
+        return len(Scheduler([1], [20], 1, 20, 24, estimate).admit(1)[1])
+
+    assert admitted(None) == 12  # a page for each, and one in reserve but for the last
+    assert admitted(PageEstimate(prior=6, most=12)) == 4
+    assert admitted(PageEstimate(prior=100, most=100)) == 1  # alone, a sample always runs
+    scheduler = Scheduler([1], [20], 1, 20, 24, PageEstimate(prior=6, most=12))
+    for sample, _ in scheduler.admit(1)[1]:
+        scheduler.finish(sample)
+    assert scheduler.estimate == PageEstimate(6, 12, ended=4, ended_pages=4)
+    assert len(scheduler.admit(1)[1]) == 12  # (6 + 4) / (1 + 4) pages each
+
+
+def test_a_sample_that_is_preempted_again_and_again_needs_no_more_pages():
+    scheduler = Scheduler([1], [1], 1, 1, 3)
+    scheduler.admit(1)
+    scheduler.grow(0)
+    for _ in range(5):
+        scheduler.preempt(0, 1)
+        assert scheduler.admit(1) == ([], [(0, 0)])
+        assert len(scheduler.pages_of[0]) == 2
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))

@@ -15,6 +15,7 @@ from groupwise.generate import Engine, PlainGenerator, Rollout, Sampling
 from groupwise.generate.sampling import draw
 from groupwise.model.attention import AttentionInputs
 from groupwise.model.cache import CACHE_ATTRIBUTE, DecodeLayout, LayerCache
+from groupwise.model.decode_inputs import TILE_ROWS
 from groupwise.model.handle import prepare
 from groupwise.model.logprobs import completion_logps
 from groupwise.model.precision import MasterWeights, set_precision
@@ -42,7 +43,7 @@ COUNTS = [3, 1, 4, 2, 4]
 )
 @pytest.mark.parametrize("splits", [1, 3])
 def test_decode_attention(heads, kv_heads, width, window, softcap, dtype, splits):
-    from groupwise.model.kernels import TILE_ROWS, decode_attention
+    from groupwise.model.kernels import decode_attention
 
     generator = torch.Generator(device="cuda").manual_seed(0)
 
@@ -231,7 +232,7 @@ def test_a_ramp_of_the_temperature_does_not_keep_a_graph_for_every_step():
     engine = Engine(prepare(tiny("llama", torch.float32).cuda(), compile=False), max_num_seqs=4)
     for step in range(12):
         engine.generate(PROMPTS[:2], 2, Sampling(max_new_tokens=6, temperature=1 - step / 100))
-    assert len({settings for _, settings in engine._graphs.captured}) == 4
+    assert len({key.settings for key in engine._graphs.captured}) == 4
 
 
 def rough(name: str = "llama") -> nn.Module:
