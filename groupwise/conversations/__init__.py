@@ -11,7 +11,6 @@ from groupwise.conversations.plain_text import PlainTextTemplate
 from groupwise.conversations.sampler import EpisodeLimits, EpisodeSampler, EpisodeStart, share_prompt
 from groupwise.conversations.segments import Conversation, GivenTokens, SampledTurn, Segment
 from groupwise.conversations.template import TurnTemplate
-from groupwise.conversations.tool_calls import ToolCall
 
 __all__ = [
     "CALL_FORMATS",
@@ -32,7 +31,6 @@ __all__ = [
     "SampledTokens",
     "SampledTurn",
     "Segment",
-    "ToolCall",
     "TurnFormat",
     "TurnTemplate",
     "family_of",

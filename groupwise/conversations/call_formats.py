@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from groupwise.conversations.call_json import MAX_CHARACTERS, arguments_of, call_of, read_json, read_json_at
-from groupwise.conversations.tool_calls import CALL_ID, CallError, FoundCalls, ToolCall
+from groupwise.conversations.tool_calls import CALL_ID, CallError, FoundCalls
+from groupwise.environments import ToolCall
 from groupwise.text import error_reason
 
 Parameters = Mapping[str, Mapping[str, Any]]

@@ -10,7 +10,8 @@ import json
 import re
 from typing import Any
 
-from groupwise.conversations.tool_calls import CallError, ToolCall
+from groupwise.conversations.tool_calls import CallError
+from groupwise.environments import ToolCall
 from groupwise.errors import did_you_mean
 from groupwise.text import excerpt
 

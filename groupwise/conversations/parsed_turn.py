@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from groupwise.conversations.call_formats import CALL_FORMATS
-from groupwise.conversations.tool_calls import ToolCall, parameters_of
+from groupwise.conversations.tool_calls import parameters_of
+from groupwise.environments import ToolCall
 from groupwise.errors import check_choice, did_you_mean
 from groupwise.text import excerpt
 

@@ -1,17 +1,13 @@
-"""A call of a tool, as a model wrote it."""
+"""Calls of tools, as a model wrote them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from groupwise.environments import ToolCall
+
 CALL_ID = "call{:05d}"  # nine letters and digits, which every chat template takes
-
-
-class ToolCall(NamedTuple):
-    name: str
-    arguments: dict[str, Any]
-    id: str
 
 
 class FoundCalls(NamedTuple):

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.conversations import CALL_FORMATS, ToolCall, parse_turn
+from groupwise.conversations import CALL_FORMATS, parse_turn
 from groupwise.conversations.call_json import call_of, read_json
 from groupwise.conversations.tool_calls import CallError
+from groupwise.environments import ToolCall
 from groupwise.errors import InputError
 from tests.conversations.families import SEARCH
 
