@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _SUBMODULES = (
-    "algorithms", "config", "control", "conversations", "core", "data", "environments", "errors", "evaluate", "generate",
-    "grouping", "model", "plots", "rewards", "rundir", "stats", "tasks", "training", "usmle",
+    "algorithms", "config", "control", "conversations", "core", "data", "environments", "errors", "evaluate",
+    "generate", "grouping", "model", "plots", "rewards", "rundir", "stats", "tasks", "training", "usmle",
 )  # fmt: skip
 
 _HOMES = {

@@ -36,6 +36,7 @@ ABOUT = {
     "data": "The rows to train and to evaluate on. See [Your data](data.md).",
     "scoring": "How rewards are computed. See [Your reward](rewards.md).",
     "sampling": "How completions are sampled. See [Generation](generation.md).",
+    "environment": "Completions that are conversations: see [tools and environments](environments.md).",
     "vllm": 'vLLM as the sampler, with `sampling.generator = "vllm"`. See [vLLM](vllm.md).',
     "advantages": "From rewards to advantages. See [Choosing an algorithm](algorithms.md).",
     "grouping": 'Clusters of similar completions, for `advantages.grouping = "similarity"`. '
