@@ -1,16 +1,15 @@
 """A small text game: walk to the treasure, around the pit, in at most six moves.
 
-    @b2 *d4 #c2>e      the player is at b2, the treasure at d4, a pit at c2; the model moves east, into the pit
+    *2e1n #1e0n>e      two steps east and one north is the treasure; the model moves east, into the pit
 
-    @b2 *d4 #c2>n
-    @b3 *d4 #c2>e
-    @c3 *d4 #c2>n
-    @c4 *d4 #c2>e      treasure found: the reward is 1
+    *2e1n #1e0n>n
+    *2e0n #1e1s>e
+    *1e0n #0e1s>e      treasure found: the reward is 1
 
-The board has the columns a to e and the rows 1 to 5. A move is one letter: n, e, s or w. A move off the board leaves
-the player where it is, a step into the pit or any other letter ends the game. The reward is 1 for the treasure and 0
-otherwise, and comes at the end only: nothing says which moves were good. A player that moves at random finds the
-treasure in about one game in ten.
+The player sees where the treasure (*) and the pit (#) are from its place, on a board of five by five. A move is one
+letter: n, e, s or w. A move off the board leaves the player where it is; a step into the pit or any other letter ends the
+game. The reward is 1 for the treasure and 0 otherwise, and comes at the end only: nothing says which moves were good. A
+player that moves at random finds the treasure in about one game in ten.
 
 Training and held-out boards are disjoint. The SFT examples have random moves: they show the form of a move only.
 """
@@ -44,19 +43,25 @@ class Board(NamedTuple):
     pit: tuple[int, int]
 
     @property
-    def text(self) -> str:
-        """As the model sees it: ``@b2 *d4 #c2>``."""
-        places = zip("@*#", self, strict=True)
-        return " ".join(f"{sign}{COLUMNS[column]}{ROWS[row]}" for sign, (column, row) in places) + ">"
+    def name(self) -> str:
+        """The three places, as a row of the data has them: ``b2 d4 c2``."""
+        return " ".join(COLUMNS[column] + ROWS[row] for column, row in self)
+
+    @property
+    def view(self) -> str:
+        """What the player sees: ``*2e2n #1e0n>``."""
+        return f"*{self._steps_to(self.treasure)} #{self._steps_to(self.pit)}>"
+
+    def _steps_to(self, place: tuple[int, int]) -> str:
+        right, up = place[0] - self.player[0], place[1] - self.player[1]
+        return f"{abs(right)}{'w' if right < 0 else 'e'}{abs(up)}{'s' if up < 0 else 'n'}"
 
     @classmethod
-    def parse(cls, text: str) -> Board:
-        """The board of a `text`."""
-        parts = text.removesuffix(">").split(" ")
-        signs = [part[:1] for part in parts]
-        places = [(COLUMNS.find(part[1:2]), ROWS.find(part[2:])) for part in parts]
-        if signs != ["@", "*", "#"] or any(len(part) != 3 for part in parts) or min(map(min, places)) < 0:
-            raise InputError(f"a board is written like '@b2 *d4 #c2>', got {excerpt(text)}")
+    def parse(cls, name: str) -> Board:
+        """The board of a `name`."""
+        places = [(COLUMNS.find(part[:1]), ROWS.find(part[1:])) for part in name.split(" ")]
+        if len(places) != 3 or any(len(part) != 2 for part in name.split(" ")) or min(map(min, places)) < 0:
+            raise InputError(f"a board is written like 'b2 d4 c2', got {excerpt(name)}")
         return cls(*places)
 
     def move(self, letter: str) -> Board:
@@ -92,14 +97,14 @@ class Game(Environment):
         self.counts = {"in_pit": float(in_pit), "no_move": 0.0}
         if self.won or in_pit or self.moves == MAX_MOVES:
             return Reply(done=True)
-        return Reply([{"role": "user", "content": f"\n{self.board.text}"}])
+        return Reply([{"role": "user", "content": f"\n{self.board.view}"}])
 
     async def reward(self) -> float:
         return float(self.won)
 
     def state_key(self) -> tuple[str, int]:
         """Games at the same board with the same number of moves left are in the same state."""
-        return self.board.text, self.moves
+        return self.board.name, self.moves
 
 
 def boards() -> list[Board]:
@@ -122,7 +127,7 @@ def rows_of(part: str, seed: int) -> Iterator[TaskRow]:
     generator = random.Random(f"game {part} {seed}")
     while True:
         for board in generator.sample(chosen, len(chosen)):
-            yield {"prompt": board.text, "board": board.text}
+            yield {"prompt": board.view, "board": board.name}
 
 
 def game_task(recipe: Recipe) -> Task:

@@ -32,6 +32,7 @@ from groupwise.training.inputs import check_training_inputs, load_inputs, make_s
 from groupwise.training.preference.reference_cache import TokenPair
 from groupwise.training.schedule.lengths import RunLength
 from groupwise.training.sft import SupervisedFineTuning
+from groupwise.training.trial_conversations import try_conversations
 from groupwise.training.update.teacher import Teacher
 
 PROBE_TOKENS, PROBE_PAIRS = 16, 4
@@ -69,14 +70,21 @@ def describe_run(
     sizes, pairs = [], components.pairs.train if components.learns_from_pairs else []
     if components.samples:
         count = recipe.train.prompts_per_step * recipe.sampling.samples_per_prompt
-        sizes.append(f"{plural(count, 'completion')} of up to {plural(recipe.sampling.max_new_tokens, 'token')}")
+        if components.episodes is None:
+            sizes.append(f"{plural(count, 'completion')} of up to {plural(recipe.sampling.max_new_tokens, 'token')}")
+        else:
+            turns = plural(recipe.environment.max_turns, "turn")
+            sizes.append(f"{plural(count, 'conversation')} of up to {turns}")
     if pairs:
         sizes.append(plural(recipe.preference.batch_size, "pair") + (" of the data set" if components.samples else ""))
     each = f"every {recipe.train.steps_per_rollout} of them" if recipe.train.steps_per_rollout > 1 else "each"
     yield f"steps: {least}{steps:,}, {each} with {' and '.join(sizes)}"
     if length.phases:
         yield f"phases: {', '.join(_phases(length))}"
-    if timed:
+    if timed and components.episodes is not None:
+        display.stage("trying some conversations")
+        yield from try_conversations(components, components.episodes)
+    elif timed:
         display.stage("timing a small batch")
         yield from _time(components, steps, pairs)
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from groupwise.config import make_recipe
 from groupwise.environments import AssistantTurn, Environment, Reply
 from groupwise.errors import ConfigError, UserCodeError
 from groupwise.tasks import Task
 from groupwise.tasks.game import Game, game_task
 from groupwise.training.evaluation import evaluate_rows
+from groupwise.training.preflight import describe_run
 from groupwise.training.store.rollout_files import read_rollouts
 from tests.training.runs import (
     ROWS,
@@ -291,12 +294,21 @@ def test_held_out_rows_are_conversations_too(tmp_path):
     assert [answer["tokens"] <= 6 for answer in evaluation.answers] == [True] * 4
 
 
+def test_check_tries_a_group_of_conversations():
+    recipe = make_recipe(
+        {**GAME, "task": "groupwise.tasks.game:game_task", "model": {"source": "tiny"}, "data": {"chat": False}}
+    )
+    lines = list(describe_run(recipe))
+    assert any(re.match(r"8 conversations about the first row: .* turns each", line) for line in lines)
+    assert any(re.match(r"reward environment: 0 to [01]", line) for line in lines)
+
+
 def test_games_are_the_same_for_all_who_play_them():
     """A group's conversations start in the same state."""
     one, other = Game(), Game()
     import asyncio
 
-    row = {"prompt": "@b2 *d4 #c2>", "board": "@b2 *d4 #c2>"}
+    row = {"prompt": "*2e2n #1e0n>", "board": "b2 d4 c2"}
     for game in (one, other):
         assert asyncio.run(game.start(row, 1)) is None
     assert one.state_key() == other.state_key()
