@@ -7,11 +7,12 @@
     *1e0n #0e1s>e      treasure found: the reward is 1
 
 The player sees where the treasure (*) and the pit (#) are from its place, on a board of five by five. A move is one
-letter: n, e, s or w. A move off the board leaves the player where it is; a step into the pit or any other letter ends the
-game. The reward is 1 for the treasure and 0 otherwise, and comes at the end only: nothing says which moves were good. A
-player that moves at random finds the treasure in about one game in ten.
+letter: n, e, s or w. A move off the board leaves the player where it is; a step into the pit or any other letter ends
+the game. The reward is 1 for the treasure and 0 otherwise, and comes at the end only: nothing says which moves were
+good. A player that moves at random finds the treasure in about one game in ten.
 
-Training and held-out boards are disjoint. The SFT examples have random moves: they show the form of a move only.
+No held-out board looks like a training board at the start. The SFT examples have random moves: they show the form of a
+move only.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ COLUMNS, ROWS = "abcde", "12345"
 MOVES = {"n": (0, 1), "e": (1, 0), "s": (0, -1), "w": (-1, 0)}
 MAX_MOVES = 6
 NEAR, FAR = 2, 5  # steps from the player to the treasure at the start, without the pit
-HELD_OUT_SHARE = 5  # a fifth of the boards is held out
+HELD_OUT_SHARE = 5  # a fifth of the views is held out
 HELD_OUT_ROWS, EXAMPLES = 512, 1024
 
 
@@ -120,10 +121,10 @@ def boards() -> list[Board]:
 
 def rows_of(part: str, seed: int) -> Iterator[TaskRow]:
     """The boards of this part, "train", "held_out" or "examples", in an order of its own, again and again."""
-    shuffled = boards()
-    random.Random("game boards").shuffle(shuffled)  # the same split for every seed
-    cut = len(shuffled) // HELD_OUT_SHARE
-    chosen = shuffled[:cut] if part == "held_out" else shuffled[cut:]
+    views = sorted({board.view for board in boards()})
+    random.Random("game boards").shuffle(views)  # the same split for every seed
+    held_out = set(views[: len(views) // HELD_OUT_SHARE])
+    chosen = [board for board in boards() if (board.view in held_out) == (part == "held_out")]
     generator = random.Random(f"game {part} {seed}")
     while True:
         for board in generator.sample(chosen, len(chosen)):

@@ -98,6 +98,8 @@ def test_held_out_boards_are_others():
     assert not seen["train"] & seen["held_out"]
     assert not seen["examples"] & seen["held_out"]
     assert len(seen["train"] | seen["held_out"]) == len(boards())
+    views = {part: {Board.parse(name).view for name in names} for part, names in seen.items()}
+    assert not views["train"] & views["held_out"]
     again = {row["board"] for row in islice(rows_of("held_out", 2), 12_000)}
     assert again == seen["held_out"]  # for every seed
 
