@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupwise.errors import ConfigError
+from groupwise.text import error_reason
 
 # Private-use characters: no normaliser changes them, and no template writes them.
 HIDDEN, NAMED, GUARD, END = "\ue010", "\ue011", "\ue012", "\ue013"
@@ -127,7 +128,10 @@ def _with_other_names(backend: Any, names: Mapping[str, str], ids: Mapping[str, 
         model["vocab"] = [[names.get(text, text), score] for text, score in vocabulary]
     if model.get("unk_token") is not None:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    copy = Tokenizer.from_str(json.dumps(parts))
+    try:
+        copy = Tokenizer.from_str(json.dumps(parts))
+    except Exception as error:  # of the tokenizers library, which has no classes of errors
+        raise ConfigError(f"the tokenizer cannot be copied: {error_reason(error)}; use another model") from error
     there = {copy.token_to_id(names.get(text, text)): number for text, number in ids.items()}
     return copy, {number: original for number, original in there.items() if number is not None}
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-CALL_ID = "call{:05d}"  # nine letters and digits, which every chat template takes
-
 
 class ToolCall(NamedTuple):
     name: str
     arguments: dict[str, Any]
     id: str
+
+
+def call_id(number: int) -> str:
+    """The id of a call that has none of its own: nine letters and digits, as Mistral's templates require."""
+    return f"call{number:05d}"
 
 
 class FoundCalls(NamedTuple):

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
-from groupwise.conversations import Conversation, TurnTemplate
+from groupwise.conversations import Conversation, TurnTemplate, family_of
 from groupwise.errors import ConfigError, GroupwiseError, InputError
 from groupwise.model.tiny import tiny_tokenizer
 from tests.conversations.families import BY_NAME, FAMILIES, SEARCH, ModelFamily
@@ -341,6 +342,20 @@ def test_a_tokenizer_without_a_template():
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="PlainTextTemplate"):
         TurnTemplate(tokenizer)
+
+
+def test_a_tokenizer_with_code_of_its_own():
+    class Lower(PreTrainedTokenizerFast):
+        def __call__(self, text, **options):
+            return super().__call__(text.lower(), **options)
+
+    tokenizer = Lower(tokenizer_object=tiny_tokenizer().backend_tokenizer, eos_token="<|end|>")
+    with pytest.raises(ConfigError, match="a Lower, does not encode texts"):
+        TurnTemplate(tokenizer, chat_template=tiny_tokenizer().chat_template)
+
+
+def test_a_family_that_is_not_known():
+    assert family_of("{{ messages }}").name == "unknown"
 
 
 def test_the_tiny_model():
