@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from groupwise.errors import ConfigError
@@ -106,10 +106,25 @@ def _is_role(key: Any, value: Any) -> bool:
     return key == "role" and isinstance(value, str) and value.isidentifier()
 
 
-def _any_of(texts: Any) -> re.Pattern[str]:
-    """Longest first, as the tokenizer matches its added tokens."""
-    listed = sorted(texts, key=lambda text: (-len(text), text))
-    return re.compile("|".join(map(re.escape, listed)) if listed else r"(?!)")
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """The longest of the texts at a place, as the tokenizer matches its added tokens.
+
+    Their common beginnings are matched once: some tokenizers have thousands of unused special tokens.
+    """
+    tree: dict[str, Any] = {}
+    for text in texts:
+        node = tree
+        for character in text:
+            node = node.setdefault(character, {})
+        node[""] = {}  # a text ends here
+    return re.compile(_pattern(tree) if tree else r"(?!)")
+
+
+def _pattern(node: Mapping[str, Any]) -> str:
+    branches = [re.escape(character) + _pattern(rest) for character, rest in sorted(node.items()) if character]
+    if not branches:
+        return ""
+    return branches[0] if len(node) == 1 else f"(?:{'|'.join(branches)}){'?' if '' in node else ''}"
 
 
 def _with_other_names(backend: Any, names: Mapping[str, str], ids: Mapping[str, int]) -> tuple[Any, dict[int, int]]:
