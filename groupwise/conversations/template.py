@@ -27,7 +27,7 @@ from groupwise.conversations.frames import (
     text_after,
     turn_frame,
 )
-from groupwise.conversations.special_tokens import SpecialTokens, without_lone_surrogates
+from groupwise.conversations.special_tokens import SpecialTokens
 from groupwise.conversations.tool_calls import call_id
 from groupwise.data.prompts import RESERVED, as_messages
 from groupwise.data.rows import check_message, check_prompt, check_text
@@ -259,8 +259,7 @@ class TurnTemplate:
             if reason is not None:
                 remedy = "; give a tool's output as a user message" if role == "tool" else ""
                 raise InputError(f"the chat template takes no {role} messages after a turn: {reason}{remedy}")
-        encodable: list[dict[str, Any]] = without_lone_surrogates(as_messages(replies))
-        return encodable
+        return as_messages(replies)
 
     def _hide(self, message: Message) -> dict[str, Any]:
         hidden: dict[str, Any] = self._special.hide(message, all_tokens=message["role"] == "tool")

@@ -13,6 +13,8 @@ from groupwise.conversations import Conversation, TurnTemplate, family_of
 from groupwise.errors import ConfigError, GroupwiseError, InputError
 from groupwise.model.tiny import tiny_tokenizer
 from tests.conversations.families import BY_NAME, FAMILIES, SEARCH, ModelFamily
+from tests.fuzz import accepted
+from tests.fuzz.texts import broken_text
 
 MADE: dict[tuple[str, bool], TurnTemplate] = {}
 
@@ -330,6 +332,18 @@ def test_a_tool_output_may_have_a_lone_surrogate():
     template = template_of(BY_NAME["chatml"])
     given = template.given_after([{"role": "tool", "content": "a\ud800b"}], True)
     assert "a\ufffdb" in template.tokenizer.decode(given)
+    broken = {**SEARCH, "function": {**SEARCH["function"], "description": "\ud800"}}
+    assert TurnTemplate(BY_NAME["qwen2_5"].tokenizer(), [broken]).prompt("a")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "mistral"])
+@given(text=broken_text(), call=broken_text(3) | st.integers(), ended=st.booleans())
+def test_any_text_of_a_tool(name: str, text: str, call: Any, ended: bool):
+    template = template_of(BY_NAME[name])
+    messages = [{"role": "tool", "content": text, "tool_call_id": call, "name": call}]
+    ids = accepted("what tools say", lambda: template.given_after(messages, ended))
+    assert ids is None or (ids[0] == template.end_of_turn[0]) != ended
+    assert template.given_after([{"role": "tool", "content": text}], ended)
 
 
 def test_settings_that_are_the_classs_own():
