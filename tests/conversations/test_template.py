@@ -209,6 +209,14 @@ def test_llama_ends_a_call_of_a_built_in_tool_with_another_token():
     assert built_in.tokenizer.convert_ids_to_tokens(given[0]) == "<|eom_id|>"
 
 
+def test_two_outputs_where_a_turn_has_one_call():
+    template = template_of(BY_NAME["llama3"])
+    given = template.given_after([{"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}], True)
+    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    outputs = "".join(f'{header.format("ipython")}"{text}"<|eot_id|>' for text in "ab")
+    assert template.tokenizer.decode(given) == outputs + header.format("assistant")
+
+
 def test_end_of_text_stops_a_sample_but_does_not_end_its_turn():
     template = template_of(BY_NAME["phi4"])
     text, turn = (template.tokenizer.convert_tokens_to_ids(name) for name in ("<|endoftext|>", "<|im_end|>"))
