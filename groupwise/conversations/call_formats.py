@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from groupwise.conversations.call_json import MAX_CHARACTERS, arguments_of, call_of, read_json, read_json_at
-from groupwise.conversations.tool_calls import CALL_ID, CallError, FoundCalls
+from groupwise.conversations.tool_calls import CallError, FoundCalls, call_id
 from groupwise.environments import ToolCall
 from groupwise.text import error_reason
 
@@ -39,14 +39,10 @@ class _Calls:
         self.problems: list[str] = []
         self._example, self._number = example, number
 
-    @property
-    def next_id(self) -> str:
-        return CALL_ID.format(self._number + len(self.calls))
-
     def add(self, read: Callable[..., ToolCall | Sequence[ToolCall]], *arguments: Any) -> None:
-        """What ``read`` returns for an id and the arguments, one call or several; or what is wrong with them."""
+        """What ``read`` returns for a call's number and the arguments, one call or several; or what is wrong."""
         try:
-            made = read(self.next_id, *arguments)
+            made = read(self._number + len(self.calls), *arguments)
         except CallError as error:
             self.problems.append(f"The tool call was not understood: {error}. Write it as: {self._example}")
         else:
@@ -114,7 +110,7 @@ def _qwen3_coder(text: str, number: int, parameters: Parameters) -> FoundCalls:
     return found.found(_TAG.sub("", content) if found.calls or found.problems else content)
 
 
-def _coder_call(call_id: str, match: re.Match[str], parameters: Parameters) -> ToolCall:
+def _coder_call(number: int, match: re.Match[str], parameters: Parameters) -> ToolCall:
     name, body, close = match[1].strip(), match[2], match[3]
     if not name:
         raise CallError("the call has no name of a tool")
@@ -131,7 +127,7 @@ def _coder_call(call_id: str, match: re.Match[str], parameters: Parameters) -> T
     rest = _PARAMETER.sub("", body).strip()
     if rest:
         raise CallError(f"{rest[:30]!r} is in no <parameter=ARGUMENT>")
-    return ToolCall(name, arguments, call_id)
+    return ToolCall(name, arguments, call_id(number))
 
 
 def _typed(key: str, value: str, schema: Any) -> Any:
@@ -164,10 +160,10 @@ def _llama3(text: str, number: int, _: Parameters) -> FoundCalls:
     return found.found(content if tag else "")
 
 
-def _first_call(call_id: str, body: str, rest: list[str]) -> ToolCall:
+def _first_call(number: int, body: str, rest: list[str]) -> ToolCall:
     """The first of some calls in JSON, between which there may be semicolons; ``rest`` gets the text after it."""
     value, end = read_json_at(body, 0)
-    call = call_of(value, call_id)
+    call = call_of(value, call_id(number))
     following = body[end:].strip().removeprefix(";").strip()
     if following and not following.startswith("{"):
         raise CallError("text follows the call; a call is a complete answer")
@@ -175,14 +171,14 @@ def _first_call(call_id: str, body: str, rest: list[str]) -> ToolCall:
     return call
 
 
-def _built_in(call_id: str, text: str) -> ToolCall:
+def _built_in(number: int, text: str) -> ToolCall:
     match = _BUILT_IN.fullmatch(text)
     if match is not None:
-        (call,) = _python_calls(call_id, f"{match[1]}({match[2]})")
+        (call,) = _python_calls(number, f"{match[1]}({match[2]})")
         return call
     if not text.strip():
         raise CallError("there is nothing after <|python_tag|>")
-    return ToolCall("code_interpreter", {"code": text.strip()}, call_id)
+    return ToolCall("code_interpreter", {"code": text.strip()}, call_id(number))
 
 
 def _is_call(text: str) -> bool:
@@ -206,16 +202,15 @@ def _mistral(text: str, number: int, _: Parameters) -> FoundCalls:
     return found.found(content)
 
 
-def _mistral_calls(call_id: str, body: str) -> list[ToolCall]:
+def _mistral_calls(number: int, body: str) -> list[ToolCall]:
     named = _NAMED.match(body)
     if named is not None:
-        return [ToolCall(named[1], arguments_of(read_json(body[named.end() :])), named[2] or call_id)]
+        return [ToolCall(named[1], arguments_of(read_json(body[named.end() :])), named[2] or call_id(number))]
     value = read_json(body)
     values = value if isinstance(value, list) else [value]
     if not values:
         raise CallError("the list of calls is empty")
-    first = int(call_id[-5:])
-    return [call_of(entry, CALL_ID.format(first + place)) for place, entry in enumerate(values)]
+    return [call_of(entry, call_id(number + place)) for place, entry in enumerate(values)]
 
 
 _DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)(<｜tool▁call▁end｜>|(?=<｜tool▁call▁begin｜>)|$)", re.DOTALL)
@@ -233,7 +228,7 @@ def _deepseek(text: str, number: int, _: Parameters) -> FoundCalls:
     return found.found(content)
 
 
-def _deepseek_call(call_id: str, body: str) -> ToolCall:
+def _deepseek_call(number: int, body: str) -> ToolCall:
     before, separator, after = body.partition("<｜tool▁sep｜>")
     if not separator:
         raise CallError("there is no <｜tool▁sep｜> before the name of the tool")
@@ -242,7 +237,7 @@ def _deepseek_call(call_id: str, body: str) -> ToolCall:
         name, arguments = before, after
     if not name.strip():
         raise CallError("the call has no name of a tool")
-    return ToolCall(name.strip(), arguments_of(read_json(_without_fence(arguments.strip()))), call_id)
+    return ToolCall(name.strip(), arguments_of(read_json(_without_fence(arguments.strip()))), call_id(number))
 
 
 def _without_fence(text: str) -> str:
@@ -262,7 +257,7 @@ def _gemma(text: str, number: int, _: Parameters) -> FoundCalls:
     return found.found(_TOOL_CODE.sub("", text))
 
 
-def _python_calls(call_id: str, code: str) -> list[ToolCall]:
+def _python_calls(number: int, code: str) -> list[ToolCall]:
     if len(code) > MAX_CHARACTERS:
         raise CallError(f"the call has more than {MAX_CHARACTERS:,} characters")
     try:
@@ -270,8 +265,7 @@ def _python_calls(call_id: str, code: str) -> list[ToolCall]:
             warnings.simplefilter("ignore")  # of an escape that Python does not have
             statements = ast.parse(code.strip()).body
         nodes = [statement.value if isinstance(statement, ast.Expr) else None for statement in statements]
-        first = int(call_id[-5:])
-        calls = [_python_call(node, CALL_ID.format(first + place)) for place, node in enumerate(nodes)]
+        calls = [_python_call(node, number + place) for place, node in enumerate(nodes)]
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise CallError(f"it is not a call in Python ({error_reason(error)})") from None
     if not calls:
@@ -279,7 +273,7 @@ def _python_calls(call_id: str, code: str) -> list[ToolCall]:
     return calls
 
 
-def _python_call(node: ast.AST | None, call_id: str) -> ToolCall:
+def _python_call(node: ast.AST | None, number: int) -> ToolCall:
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and len(node.args) == 1:
         node = node.args[0]
     if not isinstance(node, ast.Call):
@@ -293,7 +287,7 @@ def _python_call(node: ast.AST | None, call_id: str) -> ToolCall:
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
     except (ValueError, TypeError):
         raise CallError("an argument is no constant") from None
-    return ToolCall(name, arguments, call_id)
+    return ToolCall(name, arguments, call_id(number))
 
 
 _FENCE = re.compile(r"```(?:json|tool_call)[ \t]*\n(.*?)(```|$)", re.DOTALL)
@@ -311,11 +305,11 @@ def _fenced_json(text: str, number: int, _: Parameters) -> FoundCalls:
     return found.found(content + text[at:])
 
 
-def _json_call(call_id: str, body: str) -> ToolCall:
-    return call_of(read_json(body), call_id)
+def _json_call(number: int, body: str) -> ToolCall:
+    return call_of(read_json(body), call_id(number))
 
 
-def _no_call(_: str, reason: str) -> ToolCall:
+def _no_call(_: int, reason: str) -> ToolCall:
     raise CallError(reason)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from groupwise.chat_template import TemplateError
-from groupwise.conversations.tool_calls import CALL_ID
+from groupwise.conversations.tool_calls import call_id
 
 Message = Mapping[str, Any]
 
@@ -83,7 +83,7 @@ def contexts(replies: Sequence[Message]) -> list[list[Message]]:
         return [plain]
     calls = [
         {
-            "id": reply.get("tool_call_id") or CALL_ID.format(number),
+            "id": reply.get("tool_call_id") or call_id(number),
             "type": "function",
             "function": {"name": reply.get("name") or "tool", "arguments": {"text": ANSWER}},
         }

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from groupwise.conversations.special_tokens import SpecialTokens, without_lone_surrogates
+from groupwise.conversations.special_tokens import SpecialTokens
 from groupwise.data.prompts import as_messages
 from groupwise.data.rows import check_message, check_prompt
 from groupwise.errors import ConfigError, InputError
@@ -68,7 +68,7 @@ class PlainTextTemplate:
             check_message(reply, f"message {number} after the turn")
             if reply["role"] not in ("user", "tool"):
                 raise InputError(f"message {number} after the turn has the role {reply['role']!r}, not user or tool")
-        text = "\n" + self._lines(without_lone_surrogates(as_messages(reply_messages)), all_tokens=True) + self._next()
+        text = "\n" + self._lines(as_messages(reply_messages), all_tokens=True) + self._next()
         if ended_with_eos:
             # The stop string is there already. Where the user speaks first it is the beginning of this line.
             text = text.removeprefix(self.stop) if text.startswith(self.stop) else text

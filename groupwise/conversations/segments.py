@@ -81,11 +81,11 @@ class Conversation:
     @property
     def logps(self) -> list[float]:
         """The sampler's log-prob of each token, ``(T,)``; NaN for given tokens and where it is not known."""
-        return [
-            logp
-            for segment in self._segments
-            for logp in (getattr(segment, "logps", None) or (math.nan,) * len(segment.ids))
-        ]
+        logps: list[float] = []
+        for segment in self._segments:
+            known = segment.logps if isinstance(segment, SampledTurn) else None
+            logps += (math.nan,) * len(segment.ids) if known is None else known
+        return logps
 
     def __len__(self) -> int:
         return len(self._prompt_ids) + sum(len(segment.ids) for segment in self._segments)

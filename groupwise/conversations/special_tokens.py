@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from groupwise.errors import ConfigError
+from groupwise.text import error_reason
 
 # Private-use characters: no normaliser changes them, and no template writes them.
 HIDDEN, NAMED, GUARD, END = "\ue010", "\ue011", "\ue012", "\ue013"
@@ -51,10 +52,11 @@ class SpecialTokens:
         self._hidden = {text: f"{HIDDEN}{nonce}x{number}{END}" for number, text in enumerate(texts)}
         self._named = {text: f"{NAMED}{nonce}x{number}{END}" for number, text in enumerate(texts)}
         self._guard = f"{GUARD}{nonce}{END}"
+        self._is_guard = re.compile(f"{_or_escaped(GUARD)}{nonce}{_or_escaped(END)}")
         self._special = _any_of(text for text in texts if text in special)
         self._all = _any_of(texts)
-        self._back = {name: text for text, name in self._hidden.items()}
-        self._is_hidden = re.compile(f"{HIDDEN}{nonce}x[0-9]+{END}")
+        self._is_hidden = re.compile(f"{_or_escaped(HIDDEN)}{nonce}x([0-9]+){_or_escaped(END)}")
+        self._texts = texts
         self._beginnings = {text[:length] for text in texts for length in range(1, len(text))}
         self._endings = {text[length:] for text in texts for length in range(1, len(text))}
         self._longest = max(map(len, texts), default=0)
@@ -79,7 +81,7 @@ class SpecialTokens:
 
     def show(self, text: str) -> str:
         """A rendered text as it is read: with the hidden texts."""
-        return self._is_hidden.sub(lambda match: self._back[match[0]], text.replace(self._guard, ""))
+        return self._is_hidden.sub(lambda match: self._texts[int(match[1])], self._is_guard.sub("", text))
 
     def first(self, text: str, start: int = 0) -> tuple[int, int] | None:
         """Where the first special token that the template wrote is, after ``start``."""
@@ -87,9 +89,14 @@ class SpecialTokens:
         return None if match is None else match.span()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text that a template made of hidden messages."""
+        """The ids of a text that a template made of hidden messages.
+
+        Lone surrogates, which tools may return, but no tokenizer takes, become U+FFFD.
+        """
         named = self._all.sub(lambda match: self._named[match[0]], text)
-        ids: list[int] = self._backend.encode(self.show(named), add_special_tokens=False).ids
+        ids: list[int] = self._backend.encode(
+            _LONE_SURROGATE.sub("\ufffd", self.show(named)), add_special_tokens=False
+        ).ids
         return [self._renamed.get(token, token) for token in ids]
 
     def _guarded(self, text: str) -> str:
@@ -100,15 +107,35 @@ class SpecialTokens:
         return f"{self._guard if before else ''}{text}{self._guard if after else ''}"
 
 
+def _or_escaped(character: str) -> str:
+    """A pattern of the character; a template may also write it as JSON in ASCII."""
+    return rf"(?:{character}|\\u{ord(character):04x})"
+
+
 def _is_role(key: Any, value: Any) -> bool:
     """Roles stay as they are: templates compare them, and some make special tokens of them, as in ``<|user|>``."""
     return key == "role" and isinstance(value, str) and value.isidentifier()
 
 
-def _any_of(texts: Any) -> re.Pattern[str]:
-    """Longest first, as the tokenizer matches its added tokens."""
-    listed = sorted(texts, key=lambda text: (-len(text), text))
-    return re.compile("|".join(map(re.escape, listed)) if listed else r"(?!)")
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """The longest of the texts at a place, as the tokenizer matches its added tokens.
+
+    Their common beginnings are matched once: some tokenizers have thousands of unused special tokens.
+    """
+    tree: dict[str, Any] = {}
+    for text in texts:
+        node = tree
+        for character in text:
+            node = node.setdefault(character, {})
+        node[""] = {}  # a text ends here
+    return re.compile(_pattern(tree) if tree else r"(?!)")
+
+
+def _pattern(node: Mapping[str, Any]) -> str:
+    branches = [re.escape(character) + _pattern(rest) for character, rest in sorted(node.items()) if character]
+    if not branches:
+        return ""
+    return branches[0] if len(node) == 1 else f"(?:{'|'.join(branches)}){'?' if '' in node else ''}"
 
 
 def _with_other_names(backend: Any, names: Mapping[str, str], ids: Mapping[str, int]) -> tuple[Any, dict[int, int]]:
@@ -127,15 +154,9 @@ def _with_other_names(backend: Any, names: Mapping[str, str], ids: Mapping[str, 
         model["vocab"] = [[names.get(text, text), score] for text, score in vocabulary]
     if model.get("unk_token") is not None:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    copy = Tokenizer.from_str(json.dumps(parts))
+    try:
+        copy = Tokenizer.from_str(json.dumps(parts))
+    except Exception as error:  # of the tokenizers library, which has no classes of errors
+        raise ConfigError(f"the tokenizer cannot be copied: {error_reason(error)}; use another model") from error
     there = {copy.token_to_id(names.get(text, text)): number for text, number in ids.items()}
     return copy, {number: original for number, original in there.items() if number is not None}
-
-
-def without_lone_surrogates(value: Any) -> Any:
-    """The value without lone surrogates, which tools may return, but no tokenizer takes."""
-    if isinstance(value, str):
-        return _LONE_SURROGATE.sub("\ufffd", value)
-    if isinstance(value, Mapping):
-        return {key: without_lone_surrogates(entry) for key, entry in value.items()}
-    return [without_lone_surrogates(entry) for entry in value] if isinstance(value, (list, tuple)) else value

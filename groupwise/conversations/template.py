@@ -27,8 +27,8 @@ from groupwise.conversations.frames import (
     text_after,
     turn_frame,
 )
-from groupwise.conversations.special_tokens import SpecialTokens, without_lone_surrogates
-from groupwise.conversations.tool_calls import CALL_ID
+from groupwise.conversations.special_tokens import SpecialTokens
+from groupwise.conversations.tool_calls import call_id
 from groupwise.data.prompts import RESERVED, as_messages
 from groupwise.data.rows import check_message, check_prompt, check_text
 from groupwise.errors import ConfigError, InputError
@@ -83,6 +83,7 @@ class TurnTemplate:
         self.stop_ids = tuple(dict.fromkeys([*self.end_of_turn, *([] if end_of_text is None else [end_of_text])]))
         self.opens_thinking = is_open(self._frame.opening)
         self.trims = self._trims()
+        self._check_encoding()
         self._takes_role = {role: self._takes(role) for role in REPLY_ROLES}
         self.has_tool_role = self._takes_role["tool"] is None
 
@@ -190,7 +191,7 @@ class TurnTemplate:
     def _sample_prompts(self) -> list[str | None]:
         """Prompts of different kinds, None where the template refuses one."""
         answer = {"role": "assistant", "content": ANSWER}
-        output = {"role": "tool", "content": REPLY, "tool_call_id": CALL_ID.format(0)}
+        output = {"role": "tool", "content": REPLY, "tool_call_id": call_id(0)}
         chats = [
             [_user()],
             [_user(f" {USER}\n")],
@@ -206,6 +207,18 @@ class TurnTemplate:
             except TemplateError:
                 prompts.append(None)
         return prompts
+
+    def _check_encoding(self) -> None:
+        """Raise a ConfigError unless texts are encoded as the tokenizer does, which may have code of its own."""
+        (prompt,) = self._render([[_user()]], tools=False)  # with nothing hidden in it
+        expected = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        after, _ = self._text_after([_user(LATER)])
+        begins = self._special.encode(after or "")[:1]
+        if self._special.encode(prompt) != expected or begins != [self.end_of_turn[0]]:
+            raise ConfigError(
+                f"the tokenizer, a {type(self.tokenizer).__name__}, does not encode texts as its tokenizer.json says, "
+                "so pieces of a conversation cannot be joined; use another model"
+            )
 
     def _end_of_turn_tokens(self) -> tuple[str, ...]:
         """Llama 3.1 ends a turn that calls a built-in tool with another token."""
@@ -246,8 +259,7 @@ class TurnTemplate:
             if reason is not None:
                 remedy = "; give a tool's output as a user message" if role == "tool" else ""
                 raise InputError(f"the chat template takes no {role} messages after a turn: {reason}{remedy}")
-        encodable: list[dict[str, Any]] = without_lone_surrogates(as_messages(replies))
-        return encodable
+        return as_messages(replies)
 
     def _hide(self, message: Message) -> dict[str, Any]:
         hidden: dict[str, Any] = self._special.hide(message, all_tokens=message["role"] == "tool")

@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 
 from groupwise.environments import ToolCall
 
-CALL_ID = "call{:05d}"  # nine letters and digits, which every chat template takes
+
+def call_id(number: int) -> str:
+    """The id of a call that has none of its own: nine letters and digits, as Mistral's templates require."""
+    return f"call{number:05d}"
 
 
 class FoundCalls(NamedTuple):

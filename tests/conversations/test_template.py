@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
-from groupwise.conversations import Conversation, TurnTemplate
+from groupwise.conversations import Conversation, TurnTemplate, family_of
 from groupwise.errors import ConfigError, GroupwiseError, InputError
 from groupwise.model.tiny import tiny_tokenizer
 from tests.conversations.families import BY_NAME, FAMILIES, SEARCH, ModelFamily
+from tests.fuzz import accepted
+from tests.fuzz.texts import broken_text
 
 MADE: dict[tuple[str, bool], TurnTemplate] = {}
 
@@ -206,6 +209,14 @@ def test_llama_ends_a_call_of_a_built_in_tool_with_another_token():
     assert built_in.tokenizer.convert_ids_to_tokens(given[0]) == "<|eom_id|>"
 
 
+def test_two_outputs_where_a_turn_has_one_call():
+    template = template_of(BY_NAME["llama3"])
+    given = template.given_after([{"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}], True)
+    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    outputs = "".join(f'{header.format("ipython")}"{text}"<|eot_id|>' for text in "ab")
+    assert template.tokenizer.decode(given) == outputs + header.format("assistant")
+
+
 def test_end_of_text_stops_a_sample_but_does_not_end_its_turn():
     template = template_of(BY_NAME["phi4"])
     text, turn = (template.tokenizer.convert_tokens_to_ids(name) for name in ("<|endoftext|>", "<|im_end|>"))
@@ -329,6 +340,18 @@ def test_a_tool_output_may_have_a_lone_surrogate():
     template = template_of(BY_NAME["chatml"])
     given = template.given_after([{"role": "tool", "content": "a\ud800b"}], True)
     assert "a\ufffdb" in template.tokenizer.decode(given)
+    broken = {**SEARCH, "function": {**SEARCH["function"], "description": "\ud800"}}
+    assert TurnTemplate(BY_NAME["qwen2_5"].tokenizer(), [broken]).prompt("a")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "mistral"])
+@given(text=broken_text(), call=broken_text(3) | st.integers(), ended=st.booleans())
+def test_any_text_of_a_tool(name: str, text: str, call: Any, ended: bool):
+    template = template_of(BY_NAME[name])
+    messages = [{"role": "tool", "content": text, "tool_call_id": call, "name": call}]
+    ids = accepted("what tools say", lambda: template.given_after(messages, ended))
+    assert ids is None or (ids[0] == template.end_of_turn[0]) != ended
+    assert template.given_after([{"role": "tool", "content": text}], ended)
 
 
 def test_settings_that_are_the_classs_own():
@@ -341,6 +364,20 @@ def test_a_tokenizer_without_a_template():
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="PlainTextTemplate"):
         TurnTemplate(tokenizer)
+
+
+def test_a_tokenizer_with_code_of_its_own():
+    class Lower(PreTrainedTokenizerFast):
+        def __call__(self, text, **options):
+            return super().__call__(text.lower(), **options)
+
+    tokenizer = Lower(tokenizer_object=tiny_tokenizer().backend_tokenizer, eos_token="<|end|>")
+    with pytest.raises(ConfigError, match="a Lower, does not encode texts"):
+        TurnTemplate(tokenizer, chat_template=tiny_tokenizer().chat_template)
+
+
+def test_a_family_that_is_not_known():
+    assert family_of("{{ messages }}").name == "unknown"
 
 
 def test_the_tiny_model():
