@@ -3,7 +3,8 @@
 ``reset(**row)`` begins a conversation; it may return a text for the model or messages. All other public methods are
 tools, and ``get_reward()``, if there is one, gives the reward. Differences to TRL: a ``reset`` without ``**kwargs``
 gets only the columns that it names, and one that names ``seed`` gets the seed of the row's group if there is no such
-column; an attribute ``done`` that is True ends the conversation after the calls of a turn.
+column; an attribute ``done`` that is True ends the conversation after the calls of a turn; a result that is no text is
+shown as JSON, and an error as a sentence.
 """
 
 from __future__ import annotations

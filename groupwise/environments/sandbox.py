@@ -93,8 +93,8 @@ class Sandbox:
         allow_files: run code also where the system cannot hide the files of this user, which the code may then change.
         python: the interpreter, by default that of this process with its packages.
 
-    ``isolation`` tells what was possible: "namespaces"; "filter", a filter of system calls that takes away the network
-    alone; or "plain", only limits of resources.
+    ``isolation`` tells what was possible: "namespaces"; "filter", a filter of system calls that takes the network away,
+    but hides no files; or "plain", only limits of resources.
     """
 
     def __init__(

@@ -29,15 +29,29 @@ NEW_MOUNTS, NEW_NAMES, NEW_IPC = 0x20000, 0x4000000, 0x8000000  # flags of unsha
 NEW_USERS, NEW_PROCESSES, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 BIND, RECURSIVE, PRIVATE, NO_SETUID, NO_DEVICES = 0x1000, 0x4000, 0x40000, 2, 4  # flags of mount
 MOUNT_SETATTR, AT_RECURSIVE, ATTR_READ_ONLY, ATTR_NO_SETUID = 442, 0x8000, 1, 2
-DEATH_SIGNAL, DROP_CAPABILITY, SUBREAPER, NO_NEW_RIGHTS, SECCOMP, FILTER = 1, 24, 36, 38, 22, 2  # of prctl
+DEATH_SIGNAL, HAS_CAPABILITY, DROP_CAPABILITY, SUBREAPER, NO_NEW_RIGHTS, SECCOMP, FILTER = (
+    1,
+    23,
+    24,
+    36,
+    38,
+    22,
+    2,
+)  # of prctl
 SYSTEM = (
     "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime",
 )  # fmt: skip
 FOR_NETWORK = ("/etc/hosts", "/etc/nsswitch.conf", "/etc/resolv.conf", "/etc/ssl", "/etc/pki")
 DEVICES = ("null", "zero", "full", "random", "urandom")
-# By machine: the name of its calls in a filter, then the numbers of socket, ptrace, process_vm_writev.
-CALLS = {"x86_64": (0xC000003E, 41, 101, 311), "aarch64": (0xC00000B7, 198, 117, 271)}
-OTHER_CALLS = (425, 438)  # io_uring_setup, which can make sockets, and pidfd_getfd: the same numbers on all machines
+# By machine: the name of its calls in a filter, then the numbers of socket, ptrace, process_vm_writev; mount, umount2,
+# pivot_root, unshare, setns.
+CALLS = {
+    "x86_64": (0xC000003E, 41, 101, 311, 165, 166, 155, 272, 308),
+    "aarch64": (0xC00000B7, 198, 117, 271, 40, 39, 41, 97, 268),
+}
+# The same on all machines: io_uring_setup, which can make sockets, pidfd_getfd; open_tree, move_mount, fsopen, fsmount,
+# mount_setattr.
+OTHER_CALLS = (425, 438, 428, 429, 430, 432, 442)
 STOP_CHECK = 0.05  # seconds between two counts of processes
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -46,6 +60,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 def main() -> None:
     request = json.loads(_read_line(0))
     status = request["status"]
+    parent, name = os.path.split(request["folder"])
+    place = os.open(parent, os.O_RDONLY)  # in namespaces the path leads elsewhere
     try:
         with open(os.devnull) as nothing:
             lifeline = os.dup(0)
@@ -54,6 +70,19 @@ def main() -> None:
     except BaseException as error:
         report(status, error=f"{type(error).__name__}: {error}")
         raise SystemExit(1) from None
+    finally:
+        if request["mode"] == "namespaces":  # the files were in memory
+            with suppress(OSError):
+                os.rmdir(name, dir_fd=place)
+        else:
+            _remove(request["folder"])
+
+
+def _remove(folder: str) -> None:
+    """Remove the folder of the code, also if the process that made it has ended."""
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read_line(descriptor: int) -> bytes:
@@ -227,7 +256,7 @@ def _descendants() -> list[int]:
 
 
 def forbid_sockets() -> None:
-    """Let every later call that makes a socket, or takes one from another process, fail."""
+    """Let every later call fail that makes a socket, takes one from a process, or changes mounts or namespaces."""
     if platform.machine() not in CALLS:
         raise OSError(errno.ENOSYS, f"there is no filter for machines of the kind {platform.machine()}")
     name, *numbers = CALLS[platform.machine()]
@@ -267,8 +296,7 @@ def _fork_code(request: dict[str, Any], folder: str, user: int | None) -> int:
         for kind, most in request["limits"].items():
             _limit(getattr(resource, kind), most)
         if sys.platform == "linux":
-            for capability in range(64):  # also for a user who is root in this namespace
-                prctl(DROP_CAPABILITY, capability)
+            _drop_capabilities()
             if user is not None:
                 os.setgroups([])
                 os.setresgid(user, user, user)
@@ -284,6 +312,14 @@ def _fork_code(request: dict[str, Any], folder: str, user: int | None) -> int:
     except BaseException as error:
         report(request["status"], error=f"{type(error).__name__}: {error}")
     os._exit(1)
+
+
+def _drop_capabilities() -> None:
+    """Give up the rights that root would have again in the program that is started."""
+    for capability in range(64):
+        prctl(DROP_CAPABILITY, capability)
+        if os.geteuid() == 0 and prctl(HAS_CAPABILITY, capability) == 1:
+            raise PermissionError(errno.EPERM, f"the capability {capability} of root cannot be given up")
 
 
 def _limit(kind: int, most: int) -> None:

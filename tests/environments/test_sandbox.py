@@ -1,4 +1,8 @@
-"""Code in a sandbox: what it cannot do, and how that ends."""
+"""Code in a sandbox: what it cannot do, and how that ends.
+
+If a guard fails, its test must do no harm to the machine: the code here only asks for what it may, or does what is
+harmless and bounded without any guard.
+"""
 
 from __future__ import annotations
 
@@ -144,8 +148,17 @@ def test_a_filter_leaves_no_other_way_to_a_socket():
     code = """
         import ctypes, errno, os, socket, subprocess, sys
         libc = ctypes.CDLL(None, use_errno=True)
-        calls = {"io_uring_setup": (425, 8, 0), "pidfd_getfd": (438, 0, 0, 0)}
-        print([(libc.syscall(*call), errno.errorcode[ctypes.get_errno()]) for call in calls.values()])
+        calls = {  # none of them does anything without a filter either
+            "io_uring_setup": lambda: libc.syscall(425, 8, 0),
+            "pidfd_getfd": lambda: libc.syscall(438, -1, -1, 0),
+            "mount": lambda: libc.mount(None, None, None, 0, None),
+            "umount2": lambda: libc.umount2(None, 0),
+            "unshare": lambda: libc.unshare(0),
+            "setns": lambda: libc.setns(-1, 0),
+            "fsopen": lambda: libc.syscall(430, None, 0),
+            "mount_setattr": lambda: libc.syscall(442, -1, None, 0, None, 0),
+        }
+        print([name for name, call in calls.items() if call() != -1 or ctypes.get_errno() != errno.EACCES])
         left, right = socket.socketpair()
         left.send(b"x")
         print(right.recv(1))
@@ -153,7 +166,7 @@ def test_a_filter_leaves_no_other_way_to_a_socket():
         print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True).stdout)
     """
     result = with_mode("filter").run(textwrap.dedent(code))
-    assert result.stdout.split("\n")[:3] == ["[(-1, 'EACCES'), (-1, 'EACCES')]", "b'x'", "13"], result.stderr
+    assert result.stdout.split("\n")[:3] == ["[]", "b'x'", "13"], result.stderr
 
 
 def test_memory_is_limited(mode):
@@ -170,8 +183,15 @@ def test_time_is_limited(mode):
 
 
 def test_processes_are_limited(mode):
-    code = "import os\nwhile True: os.fork()"
-    result = with_mode(mode, processes=8).run(code)
+    code = """
+        import os, time
+        for _ in range(40):
+            if os.fork() == 0:
+                time.sleep(60)
+                os._exit(0)
+        time.sleep(60)
+    """
+    result = with_mode(mode, processes=8).run(textwrap.dedent(code))
     assert not result.ok
     assert result.stopped == "processes" or "BlockingIOError" in result.error
 
@@ -236,7 +256,7 @@ def test_children_end_with_the_code(mode):
 
 
 @ONLY_LINUX
-def test_the_code_ends_with_this_process(mode):
+def test_the_code_ends_with_this_process(mode, tmp_path):
     mark = marker()
     script = f"""
         import os, threading, time
@@ -250,13 +270,18 @@ def test_the_code_ends_with_this_process(mode):
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env={**os.environ, "MARK": mark}
+        command,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "MARK": mark, "TMPDIR": str(tmp_path)},
     )
     assert done.stdout == "begun\n", done.stderr
-    end = time.monotonic() + 300
-    while processes_with(mark) and time.monotonic() < end:
+    end = time.monotonic() + 60
+    while (processes_with(mark) or list(tmp_path.iterdir())) and time.monotonic() < end:
         time.sleep(0.01)
     assert processes_with(mark) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_files_of_the_user_are_not_there(namespaces, tmp_path):
@@ -267,16 +292,12 @@ def test_the_files_of_the_user_are_not_there(namespaces, tmp_path):
     code = f"""
         import os
         print(os.path.exists({str(secret)!r}), os.path.exists("/etc/passwd"), sorted(os.listdir("/tmp")))
-        for path in ("/usr/x", "/x", "/dev/x", {str(Path(sys.prefix) / "x")!r}):
-            try:
-                open(path, "w")
-                print("written", path)
-            except OSError:
-                pass
+        print([bool(os.statvfs(path).f_flag & os.ST_RDONLY) for path in ("/", "/usr", {sys.prefix!r}, "/tmp")])
         print(len([name for name in os.listdir("/proc") if name.isdigit()]) < 5, os.getuid() != 0 or os.getpid() < 5)
     """
     result = with_mode(namespaces).run(textwrap.dedent(code))
-    assert result.stdout.splitlines() == ["False False ['main.py']", "True True"], result.stderr
+    lines = ["False False ['main.py']", "[True, True, True, False]", "True True"]
+    assert result.stdout.splitlines() == lines, result.stderr
     readable = with_mode(namespaces, _readable=[sys.prefix, sys.base_prefix, str(tmp_path)])
     code = f"print(open({str(secret)!r}).read())\nopen({str(secret)!r}, 'w')"
     result = readable.run(code)
@@ -286,18 +307,17 @@ def test_the_files_of_the_user_are_not_there(namespaces, tmp_path):
 
 
 @ONLY_LINUX
-def test_rights_cannot_be_taken_back(mode):
-    code = """
-        import ctypes, os
-        print([line for line in open("/proc/self/status") if line.startswith(("CapEff", "NoNewPrivs"))])
-        libc = ctypes.CDLL(None, use_errno=True)
-        print(libc.mount(b"none", b"/tmp", b"tmpfs", 0, None))
-    """
-    result = with_mode(mode).run(textwrap.dedent(code))
-    if "CapEff" in result.stdout:  # there is a /proc
-        assert "NoNewPrivs:\\t1" in result.stdout
-        assert "CapEff:\\t0000000000000000" in result.stdout
-    assert result.stdout.splitlines()[-1:] == ["-1"] or "FileNotFoundError" in result.stderr
+def test_the_code_has_no_rights_of_root(mode):
+    code = (
+        "print([line.split() for line in open('/proc/self/status') if line.startswith(('CapEff', 'CapBnd', 'NoNew'))])"
+    )
+    result = with_mode(mode).run(code)
+    if "FileNotFoundError" in result.stderr:
+        pytest.skip("there is no /proc in a sandbox of this system")
+    assert "['CapEff:', '0000000000000000']" in result.stdout
+    assert "['NoNewPrivs:', '1']" in result.stdout
+    if os.geteuid() == 0:
+        assert "['CapBnd:', '0000000000000000']" in result.stdout
 
 
 def test_a_sandbox_takes_what_the_system_has(namespaces):
