@@ -27,8 +27,11 @@ class TurnFormat(Protocol):
     def given_after(self, replies: Sequence[Message], turn: Sequence[int]) -> list[int]:
         """The tokens between a sampled turn and the next one."""
 
-    def parse(self, turn: Sequence[int], calls_before: int) -> AssistantTurn:
-        """What the model said in these tokens, in a conversation with so many calls of tools before."""
+    def parse(self, turn: Sequence[int], before: Sequence[int], calls: int) -> AssistantTurn:
+        """What the model said in these tokens, after the prompt or given tokens ``before``.
+
+        ``calls`` is the number of calls of tools that the conversation had already.
+        """
 
 
 class ChatFormat:
@@ -50,13 +53,13 @@ class ChatFormat:
             replies = [{**message, "role": "user"} if message["role"] == "tool" else message for message in replies]
         return self.template.given_after(replies, self.template.ended(turn))
 
-    def parse(self, turn: Sequence[int], calls_before: int) -> AssistantTurn:
+    def parse(self, turn: Sequence[int], before: Sequence[int], calls: int) -> AssistantTurn:
         parsed = parse_turn(
             self.template.turn_text(turn),
             self.call_format,
-            opens_thinking=self.template.opens_thinking,
+            opens_thinking=self.template.opens_thinking_after(before),
             tools=self.template.tools,
-            first_call=calls_before,
+            first_call=calls,
         )
         return AssistantTurn(parsed.content, parsed.calls, parsed.problems, parsed.thinking or None)
 
@@ -86,7 +89,7 @@ class PlainFormat:
         ids: list[int] = self.tokenizer(_text(replies), **options)["input_ids"]
         return ids
 
-    def parse(self, turn: Sequence[int], calls_before: int) -> AssistantTurn:
+    def parse(self, turn: Sequence[int], before: Sequence[int], calls: int) -> AssistantTurn:
         text = self.tokenizer.decode(turn, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return AssistantTurn(text)
 

@@ -317,7 +317,9 @@ class _Session:
     def _said(self, running: _Running, sampled: SampledTokens, limit: int) -> tuple[_Running, Any]:
         """Append a sampled turn of at most ``limit`` tokens; what the environment does next."""
         episode = running.episode
-        said = self.format.parse(sampled.ids.tolist(), sum(len(turn.said.calls) for turn in episode.turns))
+        before = episode.turns[-1].given if episode.turns else episode.prompt
+        calls = sum(len(turn.said.calls) for turn in episode.turns)
+        said = self.format.parse(sampled.ids.tolist(), before, calls)
         state = running.environment.state_key()
         episode.turns.append(EpisodeTurn(sampled, said, state))
         complete = self.format.keeps_cut_turns and limit == self.sampling.max_new_tokens
