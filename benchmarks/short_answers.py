@@ -216,7 +216,9 @@ def describe(value: Any) -> Any:
 
 def make(value: Any) -> Any:
     if isinstance(value, tuple) and value and value[0] == "tensor":
-        return torch.empty_strided(*value[1:3], dtype=value[3]).normal_()
+        _, shape, strides, dtype = value
+        size = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+        return torch.randn(size, dtype=dtype).as_strided(shape, strides)
     return value
 
 
