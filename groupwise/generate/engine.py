@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -150,7 +151,9 @@ class Engine(LocalGenerator):
                 runner.restore(preempted.pop(sample), slot, scheduler.pages_of[sample])
             if new_samples:
                 admitted = active.admit(new_samples)
-                logits = torch.stack([first_logits[request.prompt_of[sample]] for sample in admitted.samples])
+                beginning, row_of = np.unique(request.prompt_of[admitted.samples], return_inverse=True)
+                logits = torch.stack([first_logits[number] for number in beginning.tolist()])
+                logits = logits[torch.from_numpy(row_of).to(logits.device)]
                 random_stream.assign(admitted.samples.tolist(), admitted.slots.tolist())
                 if runner.occurred is not None:
                     prompts = [request.prompts[request.prompt_of[sample]] for sample in admitted.samples]

@@ -231,7 +231,9 @@ class OutputBuffer:
         eos = np.isin(ids, self._eos)
         self.reasons[samples[full]] = "length"
         if self.stop is not None:
-            for sample, last in zip(samples.tolist(), index.tolist(), strict=True):
+            may_end = getattr(self.stop, "may_end", None)  # of StopStrings; any function may stop a completion
+            at = slice(None) if may_end is None else may_end(ids)
+            for sample, last in zip(samples[at].tolist(), index[at].tolist(), strict=True):
                 if self.stop(self.ids[sample, : last + 1].tolist()):
                     self.reasons[sample] = "stop_string"
         self.reasons[samples[eos]] = "eos"

@@ -247,21 +247,27 @@ def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) 
 
 
 class _SharedPrefix(torch.autograd.Function):
-    """Shared-prefix attention with PyTorch's CPU flash kernel, which returns log-sum-exps. Tensors are (H, N, d)."""
+    """Shared-prefix attention with PyTorch's CPU flash kernel, which returns log-sum-exps.
+
+    Tensors are (H, N, d), in memory (N, H, d), so that the rows of scattered tokens are copied fast.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
         repeat = query.shape[0] // key.shape[0]
-        wide_key, wide_value = (x.repeat_interleave(repeat, 0) for x in (key, value))
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        wide_query, wide_key, wide_value = (_repeated(x, n) for x, n in ((query, 1), (key, repeat), (value, repeat)))
+        out = torch.empty_like(wide_query)
         lse = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
         # Attention to the prompts, in memory as the kernel returns it.
         prefix_out, prefix_lse = (x.new_empty(x.transpose(0, 1).shape).transpose(0, 1) for x in (out, lse))
         for number, rows, keys, causal in layout.calls:
-            places = ((query, rows), (wide_key, keys), (wide_value, keys))
+            places = ((wide_query, rows), (wide_key, keys), (wide_value, keys))
             parts = _cpu_forward(*(_batched(x, at, number) for x, at in places), 0.0, causal, scale=scale)
             for total, part in zip((out, lse) if causal else (prefix_out, prefix_lse), parts, strict=True):
-                total[:, rows] = _unbatched(part)
+                if isinstance(rows, slice):
+                    total[:, rows] = _unbatched(part).transpose(0, 1)
+                else:
+                    total.transpose(0, 1).index_copy_(0, rows, _unbatched(part))
         # Not all rows at once: a vectorised loop and its remainder round differently, and seeded runs must not change.
         for rows in layout.merges:
             own, prefix = (out[:, rows], lse[:, rows]), (prefix_out[:, rows], prefix_lse[:, rows])
@@ -280,14 +286,18 @@ class _SharedPrefix(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         layout: PackedLayout = ctx.layout
         repeat = query.shape[0] // key.shape[0]
-        key, value = (x.repeat_interleave(repeat, 0) for x in (key, value))
-        grads = [torch.zeros_like(x) for x in (query, key, value)]
-        tensors = (grad, query, key, value, out, lse)
+        counts = (1, 1, repeat, repeat, 1)
+        wide = [_repeated(x, n) for x, n in zip((grad, query, key, value, out), counts, strict=True)]
+        grads = [torch.zeros_like(x) for x in wide[1:4]]
+        tensors = (*wide, lse)
         for number, rows, keys, causal in (*layout.calls, *layout.deeper):
             places = zip(tensors, (rows, rows, keys, keys, rows, rows), strict=True)
             parts = _cpu_backward(*(_batched(x, at, number) for x, at in places), 0.0, causal, scale=ctx.scale)
             for total, share, at in zip(grads, parts, (rows, keys, keys), strict=True):
-                total[:, at] += _unbatched(share)
+                if isinstance(at, slice):
+                    total[:, at] += _unbatched(share).transpose(0, 1)
+                else:
+                    total.transpose(0, 1).index_add_(0, at, _unbatched(share))
         if repeat > 1:
             grads[1:] = [x.view(-1, repeat, *x.shape[1:]).sum(1) for x in grads[1:]]
         return *grads, None, None
@@ -329,12 +339,21 @@ def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 def _batched(x: Tensor, places: Places, number: int) -> Tensor:
     """These places of (H, N, …), n groups of L, as (n, H, L, …)."""
-    x = x[:, places] if isinstance(places, slice) else x.index_select(1, places)
-    return x.reshape(x.shape[0], number, -1, *x.shape[2:]).transpose(0, 1)
+    if isinstance(places, slice):
+        return x[:, places].reshape(x.shape[0], number, -1, *x.shape[2:]).transpose(0, 1)
+    x = x.transpose(0, 1).index_select(0, places)
+    return x.view(number, -1, *x.shape[1:]).transpose(1, 2)
+
+
+def _repeated(x: Tensor, repeat: int) -> Tensor:
+    """Each of the heads ``repeat`` times, in memory (N, H, d)."""
+    wide = x if repeat == 1 else x.repeat_interleave(repeat, 0)
+    return wide.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def _unbatched(x: Tensor) -> Tensor:
-    return x.transpose(0, 1).flatten(1, 2)
+    """(n, H, L, …) as (n · L, H, …)."""
+    return x.transpose(1, 2).flatten(0, 1)
 
 
 def partial_attention(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from groupwise.model.attention import (
 from groupwise.model.handle import KVShape, ModelHandle
 
 CACHE_ATTRIBUTE = "groupwise_cache"  # of an attention module
+SHORT_PROMPT = 256  # tokens
 
 
 class LayerCache(NamedTuple):
@@ -84,9 +85,13 @@ class SharedCache:
 
         Old entries are masked, so their weight is 0; a NaN among them would spread all the same.
         """
+        if not pages:
+            return
+        first, last = min(pages), max(pages) + 1
+        places: Any = slice(first, last) if len(pages) == last - first else list(pages)
         for layer in self.layers:
-            layer.page_keys[pages] = 0
-            layer.page_values[pages] = 0
+            layer.page_keys[places] = 0
+            layer.page_values[places] = 0
 
     def read_pages(self, pages: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """The keys and values of these pages in each layer, on the host; a GPU may still be copying them."""
@@ -156,6 +161,7 @@ class DecodeLayout:
         self.visible = at <= self.lengths[:, None]  # (rows, longest)
         self.even = bool(self.visible.all())
         self.runs = _runs(self.groups, rows)
+        self.batches = _batches(self.groups) if self.runs is None and self.pages.device.type == "cpu" else {}
 
     # Dynamo would unroll its loop over groups and recompile for every step.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -182,7 +188,17 @@ class DecodeLayout:
             prompts = self._equal_groups(query, cache, scale, softcap)
             return merge_attention(own_out, own_lse, *prompts)[0].reshape(rows, 1, heads, width)
         prompt_out, prompt_lse = torch.zeros_like(own_out), torch.full_like(own_lse, -torch.inf)
+        batches = self.batches if window is None and softcap is None else {}
+        for rows_of, keys_of in batches.values():
+            groups = len(rows_of)
+            several = query[rows_of].transpose(1, 2).reshape(groups, kv_heads, -1, width)
+            keys, values = (x[keys_of].transpose(1, 2) for x in (cache.pool_keys, cache.pool_values))
+            out, lse = partial_attention(several, keys, values, scale, None, softcap)
+            prompt_out[rows_of] = out.view(groups, kv_heads, -1, per_head, width).transpose(1, 2)
+            prompt_lse[rows_of] = lse.view(groups, kv_heads, -1, per_head).transpose(1, 2)
         for start, length, members in self.groups:
+            if (length, members.stop - members.start) in batches:
+                continue
             one = query[members].transpose(0, 1).reshape(1, kv_heads, -1, width)  # the prompt is read once for all
             seen = None
             if window is not None:
@@ -220,6 +236,23 @@ class DecodeLayout:
         out = out.reshape(groups, kv_heads, -1, per_head, width).transpose(1, 2)
         lse = lse.reshape(groups, kv_heads, -1, per_head).transpose(1, 2)
         return out.reshape(rows, kv_heads, per_head, width), lse.reshape(rows, kv_heads, per_head)
+
+
+def _batches(groups: Sequence[tuple[int, int, slice]]) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
+    """Groups with equal prompt lengths and equal numbers of rows, by both: their rows (n, r) and pool entries (n, L).
+
+    Only of short prompts, of which a copy takes less time than another call.
+    """
+    equal: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for start, length, members in groups:
+        if length <= SHORT_PROMPT:
+            equal.setdefault((length, members.stop - members.start), []).append((members.start, start))
+    batches = {}
+    for (length, size), places in equal.items():
+        if len(places) > 1:
+            first_rows, starts = torch.tensor(places).unsqueeze(2).unbind(1)
+            batches[length, size] = first_rows + torch.arange(size), starts + torch.arange(length)
+    return batches
 
 
 def _runs(groups: Sequence[tuple[int, int, slice]], rows: int) -> list[tuple[int, int, int, int]] | None:

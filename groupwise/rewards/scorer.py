@@ -126,7 +126,7 @@ class Scorer:
             if len(values) != len(completions):
                 raise InputError(f"{name} has {len(values)} entries for {len(completions)} completions")
         lists = {name: list(values) for name, values in lists.items()}
-        places = tuple(places or (f"row {number}" for number in range(1, len(completions) + 1)))
+        places = places or [f"row {number}" for number in range(1, len(completions) + 1)]
         calls = {reward.name: RewardCall(reward, lists, trainer_state, places) for reward in self.functions}
         if len(completions):
             for reward in self.functions:
@@ -202,11 +202,13 @@ class Scorer:
         metrics: dict[str, list[float]] = {}
         for column, call in enumerate(calls):
             failures += call.failures if call.batch_failure is None else [call.batch_failure]
-            for row, reward in enumerate(call.rewards):
-                if isinstance(reward, RowFailure):
-                    dropped[row] = True
-                elif reward is not None:
-                    rewards[row, column] = reward
+            given = [
+                math.nan if reward is None or isinstance(reward, RowFailure) else reward for reward in call.rewards
+            ]
+            if given:
+                rewards[:, column] = torch.tensor(given, dtype=torch.float64)
+            failed = [row for row, reward in enumerate(call.rewards) if isinstance(reward, RowFailure)]
+            dropped[failed] = True
             for name, values in call.extra.items():  # the second function that logs a column gets a prefix
                 extra[name if name not in extra else f"{call.reward.name}/{name}"] = values
             for name, logged in call.metrics.items():
@@ -255,7 +257,7 @@ class RewardCall:
     reward: RewardFunction
     lists: dict[str, list[Any]]
     trainer_state: Any
-    places: tuple[str, ...]  # of the completions, for errors
+    places: Sequence[str]  # of the completions, for errors
     rewards: list[RowReward] = field(default_factory=list)
     error: BaseException | None = None
     batch_failure: RowFailure | None = None  # the batch failed, but none of its rows
@@ -277,7 +279,7 @@ class RewardCall:
     def row(self, number: int) -> RewardCall:
         """The call on one row alone."""
         lists = {name: [values[number]] for name, values in self.lists.items()}
-        return RewardCall(self.reward, lists, self.trainer_state, (self.places[number],))
+        return RewardCall(self.reward, lists, self.trainer_state, [self.places[number]])
 
     def excerpt(self, row: int) -> str:
         return completion_excerpt(self.lists["completions"][row])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -69,6 +69,29 @@ class Draw:
     @property
     def samples(self) -> int:
         return self.recipe.sampling.samples_per_prompt
+
+
+@dataclass(frozen=True)
+class CompletionNames(Sequence[str]):
+    """The names of completions in errors, made when one is asked for."""
+
+    rows: Sequence[TaskRow]  # of each completion
+    row_numbers: Sequence[int]  # of each prompt
+    places: Sequence[int]  # of each completion in the batch
+    samples: int  # per prompt
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, number: int) -> str: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[str]: ...
+    def __getitem__(self, number: int | slice) -> str | list[str]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(len(self))[number]]
+        prompt, sample = divmod(self.places[number], self.samples)
+        return name_completion(where_of(self.rows[number], self.row_numbers[prompt]), sample, self.samples)
 
 
 class RolloutCollector:
@@ -297,7 +320,6 @@ class RolloutCollector:
             skipped = compute_single_member_mask(batch.extra[LABELS]).tolist()
         scored = [place for place, skip in enumerate(skipped) if not skip]
         data = [batch.rows[place // samples] for place in scored]
-        numbers = [batch.row_numbers[place // samples] for place in scored]
         reward_rows, conversations = data, None
         if facts is not None:
             reward_rows = [{**row, **facts[place]} for row, place in zip(data, scored, strict=True)]
@@ -310,19 +332,16 @@ class RolloutCollector:
                 *reward_inputs(
                     reward_rows, [batch.texts[place] for place in scored], self.prompt_column, conversations
                 ),
-                completion_ids=[batch.ids[place].tolist() for place in scored],
+                completion_ids=batch.ids.take(scored).tolist(),
                 trainer_state=draw.trainer_state,
-                places=[
-                    name_completion(where_of(row, number), place % samples, samples)
-                    for row, number, place in zip(data, numbers, scored, strict=True)
-                ],
+                places=CompletionNames(data, batch.row_numbers, scored, samples),
             )
         )
         if self.penalties:
             weights = [] if scorer is None else [function.weight for function in scorer.functions]
             total = weighted_total(scores.rewards, weights)
             total = torch.where(scores.dropped, torch.nan, total)
-            lengths, prompts = [len(batch.ids[place]) for place in scored], [place // samples for place in scored]
+            lengths, prompts = batch.lengths[scored].tolist(), [place // samples for place in scored]
             columns = penalty_columns(self.penalties, total, lengths, prompts, draw.recipe)
             scores = replace(scores, rewards=torch.cat([scores.rewards, columns], dim=1))
         rewards = torch.full((len(skipped), scores.rewards.shape[1]), torch.nan, dtype=torch.float64)

@@ -40,6 +40,7 @@ COLUMNS = {
     "completion_tokens": "int64",
     "stop_reason": "string",
 }
+PLAIN = frozenset({bool, int, float, str, type(None)})  # types of Python, which Arrow takes
 EXTRA_TYPES = ("bool", "double", "string")  # of columns that reward functions add; each can hold those before it
 
 
@@ -156,8 +157,9 @@ def _arrow_table(table: Mapping[str, Sequence[Any]], extra_types: dict[str, str]
     fixed = sorted((name for name in table if _column_key(name) in COLUMNS), key=lambda n: order.index(_column_key(n)))
     arrays = {}
     for name in [*fixed, *(name for name in table if name not in fixed)]:
-        # Rewards may log lists of numbers of torch or NumPy.
-        values = [value.item() if getattr(value, "shape", None) == () else value for value in table[name]]
+        values: Sequence[Any] = table[name]
+        if not PLAIN.issuperset(map(type, values)):  # rewards may log lists of numbers of torch or NumPy
+            values = [value.item() if getattr(value, "shape", None) == () else value for value in values]
         kind = COLUMNS.get(_column_key(name)) or _infer_type(values, extra_types.get(name))
         if name not in fixed and any(value is not None for value in values):
             extra_types[name] = kind
@@ -170,7 +172,7 @@ def _column_key(name: str) -> str:
     return next((prefix for prefix in ("reward/", "grade/") if name.startswith(prefix)), name)
 
 
-def _infer_type(values: list[Any], before: str | None) -> str:
+def _infer_type(values: Sequence[Any], before: str | None) -> str:
     """The type of an extra column, at least as wide as ``before``."""
     present = [value for value in values if value is not None]
     if not present:
@@ -182,11 +184,13 @@ def _infer_type(values: list[Any], before: str | None) -> str:
     return max(kind, before or kind, key=EXTRA_TYPES.index)
 
 
-def _convert(values: list[Any], kind: str) -> list[Any]:
+def _convert(values: Sequence[Any], kind: str) -> Sequence[Any]:
     if kind == "double":
         return [None if value is None or math.isnan(value) else float(value) for value in values]
     if kind == "string":  # lone surrogates cannot be encoded and become question marks
-        return [None if value is None else str(value).encode("utf-8", "replace").decode() for value in values]
+        texts = [None if value is None else str(value) for value in values]
+        written = {text: None if text is None else text.encode("utf-8", "replace").decode() for text in set(texts)}
+        return [written[text] for text in texts]
     return [None if value is None else bool(value) for value in values] if kind == "bool" else values
 
 
