@@ -180,7 +180,7 @@ class Engine(LocalGenerator):
         return output.rollout(self.version, stats, runner.kept_ids())
 
     def _page_estimate(self, longest: int, runner: Runner) -> PageEstimate | None:
-        """On a GPU, where samples to be preempted fill the host's memory, admit no more than are likely to fit."""
+        """With graphs a preempted sample waits in pinned memory, so no more are admitted than are likely to fit."""
         if not runner.knows_pages:
             return None
         most = -(-longest // runner.cache.page_tokens)
