@@ -83,7 +83,11 @@ def main() -> None:
     parser.add_argument("--only", type=names, help=f"of: {', '.join((*SWEEPS, 'gsm8k', 'heavy'))}")
     parser.add_argument("--cpu-time", action="store_true", help="CPU seconds, which a busy machine changes less")
     parser.add_argument("--no-training", action="store_true", help="only generation")
-    parser.add_argument("--cache-mib", type=int, help="size of groupwise's cache (default: what is needed or fits)")
+    parser.add_argument(
+        "--cache-mib",
+        type=int,
+        help="size of the cache; on a GPU only groupwise's (default: what fits, and 1,024 for vLLM on a CPU)",
+    )
     parser.add_argument("--against", choices=("vllm",), help="also measure vLLM, which must be installed")
     parser.add_argument("--eager", action="store_true", help="vLLM without torch.compile and CUDA graphs")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for a side's start, and for each call")
@@ -223,10 +227,11 @@ def measure(args: argparse.Namespace, points: list[Point], results: Results) -> 
 def options_of(args: argparse.Namespace, side: str, points: list[Point], longest: int) -> dict[str, Any]:
     sequences = max(len(point.job.completion_lengths) for point in points)
     options = {"device": args.device, "sequences": sequences, **({"dtype": args.dtype} if args.dtype else {})}
+    if args.cache_mib and (side == "groupwise" or args.device == "cpu"):
+        options["cache_mib"] = args.cache_mib
     if side == "vllm":
         return {**options, "longest": longest, "memory_share": ALONE, "eager": args.eager, "counts": True}
-    options["clock"] = "cpu" if args.cpu_time else "wall"
-    return {**options, **({"cache_mib": args.cache_mib} if args.cache_mib else {})}
+    return {**options, "clock": "cpu" if args.cpu_time else "wall"}
 
 
 def measure_point(args: argparse.Namespace, part: str, point: Point, side: SideProcess, results: Results) -> list[str]:

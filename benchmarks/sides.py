@@ -171,8 +171,8 @@ class FixedLengthEngine(Engine):
         request.limits = np.minimum(request.limits, np.array(self.lengths))
         return super()._generate(request, stop)
 
-    def _runner(self, plan: Any, request: Request) -> Runner:
-        runner = super()._runner(plan, request)
+    def _runner(self, *values: Any, **options: Any) -> Runner:
+        runner = super()._runner(*values, **options)
         decode, self.running = runner.decode, (running := [])
 
         def counted(batch: Any, uniform: Any) -> Any:
