@@ -273,9 +273,10 @@ class _SharedPrefix(torch.autograd.Function):
             own, prefix = (out[:, rows], lse[:, rows]), (prefix_out[:, rows], prefix_lse[:, rows])
             out[:, rows], lse[:, rows] = merge_attention(*own, *prefix)
         for number, rows, keys, causal in layout.deeper:
-            places = ((query, rows), (wide_key, keys), (wide_value, keys))
+            places = ((wide_query, rows), (wide_key, keys), (wide_value, keys))
             parts = _cpu_forward(*(_batched(x, at, number) for x, at in places), 0.0, causal, scale=scale)
-            out[:, rows], lse[:, rows] = merge_attention(out[:, rows], lse[:, rows], *map(_unbatched, parts))
+            deeper = (_unbatched(part).transpose(0, 1) for part in parts)
+            out[:, rows], lse[:, rows] = merge_attention(out[:, rows], lse[:, rows], *deeper)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.layout, ctx.scale = layout, scale
         return out
