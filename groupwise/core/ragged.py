@@ -199,8 +199,7 @@ class RaggedGroups(Sequence[Ragged]):
     @classmethod
     def by_row(cls, rows: Ragged, group_of: Tensor) -> tuple[Tensor, RaggedGroups]:
         """Rows whose groups are ``group_of`` ``(n,)``, adjacent where equal: the groups, and their rows."""
-        # The function of torch has no types.
-        groups, sizes = torch.unique_consecutive(group_of, return_counts=True)  # type: ignore[no-untyped-call]
+        groups, sizes = torch.unique_consecutive(group_of, return_counts=True)
         return groups, cls(rows, sizes)
 
     def sum(self, values: Tensor) -> Tensor:
