@@ -24,6 +24,7 @@ NAMES = [
     "creative",
     "distill-quiz",
     "format",
+    "game",
     "gsm8k",
     "modes",
     "preference",

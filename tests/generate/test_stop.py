@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,27 @@ def test_it_stops_where_the_text_first_contains_a_string(text, strings):
         (at for at in range(1, len(ids) + 1) if any(string in TOKENIZER.decode(ids[:at]) for string in strings)), None
     )
     assert first_stop(StopStrings(TOKENIZER, strings), ids) == wanted
+
+
+@given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=3))
+def test_only_tokens_that_may_end_a_completion_are_asked_about(text, strings):
+    ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    stop = StopStrings(TOKENIZER, strings)
+    may_end = stop.may_end(np.array(ids, np.int64)).tolist()
+    assert len(may_end) == len(ids)
+    assert all(may_end[at] for at in range(len(ids)) if stop(ids[: at + 1]))
+
+
+def test_a_token_whose_text_depends_on_the_one_before():
+    class WordPieces:
+        """A token that continues a word loses its ``##``."""
+
+        def decode(self, ids, **_):
+            words = [("x", "##A")[token] for token in ids]
+            return "".join(word if not at else word.removeprefix("##") for at, word in enumerate(words))
+
+    assert [StopStrings(WordPieces(), "##A")(ids) for ids in ([1], [0, 1])] == [True, False]
+    assert [StopStrings(WordPieces(), "A")(ids) for ids in ([1], [0, 1], [1, 0])] == [True, True, False]
 
 
 @pytest.mark.slow
