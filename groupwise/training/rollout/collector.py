@@ -287,6 +287,7 @@ class RolloutCollector:
     ) -> Rollout:
         """Sample; if memory runs out, with half as many completions at once, which does not change them."""
         generator, most = self.generator, samples if isinstance(samples, int) else max(samples)
+        options: dict[str, Any] = {"stop": self.stop} if keys is None else {"stop": self.stop, "keys": keys}
 
         def shrink() -> None:
             generator.max_num_seqs //= 2
@@ -297,7 +298,7 @@ class RolloutCollector:
             )
 
         return retry_with_less_memory(
-            lambda: generator.generate(prompts, samples, sampling, stop=self.stop, keys=keys),
+            lambda: generator.generate(prompts, samples, sampling, **options),
             can_shrink=lambda: generator.max_num_seqs > most,
             shrink=shrink,
         )
