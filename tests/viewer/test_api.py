@@ -14,6 +14,7 @@ from groupwise.rundir import json_bytes
 from groupwise.viewer import api as api_module
 from groupwise.viewer import runs as runs_module
 from groupwise.viewer.api import Api, answer_key
+from groupwise.viewer.routes.sample import sample_fields
 from groupwise.viewer.runs import NotServedError, ServedRuns
 
 
@@ -219,3 +220,29 @@ def test_the_key_of_an_answer_in_a_report():
     assert answer_key("run/a/groups", {"step": "3", "filter": "", "search": "a b&ü'("}) == (
         "run/a/groups?search=a%20b%26%C3%BC'(&step=3"
     )
+
+
+def test_the_turns_of_a_conversation():
+    call = {"type": "function", "function": {"name": "price", "arguments": {"item": "bread"}}}
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "3.2 euros", "name": "price"},
+        {"role": "assistant", "content": "It costs 3.20."},
+    ]
+    row = {"sample": 0, "completion": "It costs 3.20.", "conversation": json.dumps(messages), "turns": 2.0}
+    fields = sample_fields(row, [row], sent=4)
+    assert [turn["role"] for turn in fields["turns"]] == ["assistant", "tool", "assistant"]
+    assert [turn["text"] for turn in fields["turns"]] == ["", "3.2 ", "It c"]
+    assert [turn["hidden"] for turn in fields["turns"]] == [0, 5, 10]
+    assert sample_fields(row, [row])["turns"][0]["calls"] == ['{"name": "price", "arguments": {"item": "bread"}}']
+    assert fields["extra"] == {"turns": 2.0}
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "{", "3", '["a"]', '[{"role": "user"}]', '[{"role": 1, "content": 2, "tool_calls": 5}]']
+)
+def test_what_is_no_conversation_is_shown_as_text(text):
+    row = {"sample": 0, "completion": "hello", "conversation": text}
+    fields = sample_fields(row, [row])
+    assert fields["turns"] is None
+    assert fields["completion"] == "hello"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ from groupwise.analysis.groups import GRADE, REWARD, SKIP_REASONS
 from groupwise.training.store.rollout_files import COLUMNS
 
 LABELS = "similarity_group_labels"  # as in grouping/labels.py, which imports torch
-SHOWN = {*COLUMNS, "pair", "map_x", "map_y", "where", LABELS}  # columns that have a place of their own
+CONVERSATION = "conversation"  # a column of runs with an environment
+SHOWN = {*COLUMNS, "pair", "map_x", "map_y", "where", LABELS, CONVERSATION}  # columns that have a place of their own
 
 
 def sample_fields(
@@ -38,8 +40,28 @@ def sample_fields(
         "stop_reason": row.get("stop_reason"),
         "cluster": cluster_of(row),
         "pair": row.get("pair"),
+        "turns": _turns(row.get(CONVERSATION), sent),
         "extra": {name: value for name, value in row.items() if name not in known and value is not None},
     }
+
+
+def _turns(conversation: Any, sent: int | None) -> list[dict[str, Any]] | None:
+    """Who said what after the prompt, each text cut after ``sent`` characters; None if this is no conversation."""
+    try:
+        messages = json.loads(conversation)
+        return [
+            {
+                "role": str(message["role"]),
+                "text": str(message["content"])[:sent],
+                "hidden": max(0, len(str(message["content"])) - sent) if sent else 0,
+                "calls": [
+                    json.dumps(call["function"], ensure_ascii=False)[:sent] for call in message.get("tool_calls", ())
+                ],
+            }
+            for message in messages
+        ]
+    except (TypeError, ValueError, KeyError, AttributeError):
+        return None
 
 
 def why(row: Mapping[str, Any], siblings: Sequence[Mapping[str, Any]]) -> str | None:

@@ -20,8 +20,25 @@
     return [...parts, text.slice(from)];
   }
 
+  // A conversation: who said what after the prompt.
+  function conversation(run, group, sample) {
+    const place = { step: group.step, prompt: group.prompt_number };
+    return el("ol", { class: "turns" }, ...sample.turns.map((turn, number) =>
+      el("li", { class: turn.role === "assistant" ? "turn" : "turn given" },
+        el("span", { class: "turn-role quiet" }, turn.role === "assistant" ? "model" : turn.role),
+        ...turn.calls.map((call) => el("div", { class: "sample-text turn-call" }, call)),
+        turn.text || !turn.calls.length ? samples.fold(turn.text.replace(/^\n+/, ""), {
+          unsent: turn.hidden,
+          load: async () => {
+            if (!turn.hidden) return turn.text;
+            const full = await gw.source.get(`run/${run.id}/group`, place);
+            return full.samples.find((one) => one.sample === sample.sample).turns[number].text;
+          },
+        }) : null)));
+  }
+
   function answer(run, group, sample, largest, wanted) {
-    const text = wanted && !sample.hidden
+    const text = sample.turns && !wanted ? conversation(run, group, sample) : wanted && !sample.hidden
       ? el("div", { class: "sample-text", dir: "auto" }, ...marked(sample.completion, wanted))
       : samples.fold(sample.completion, {
         unsent: sample.hidden,
@@ -37,7 +54,7 @@
     card.classList.add(sample.advantage > 0 ? "edge-up" : sample.advantage < 0 ? "edge-down" : "edge-none");
     const extra = Object.entries(sample.extra || {});
     if (extra.length) {
-      card.append(el("details", { class: "extra" }, el("summary", {}, "logged by rewards"),
+      card.append(el("details", { class: "extra" }, el("summary", {}, "more columns"),
         el("dl", {}, ...extra.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, String(value))]))));
     }
     return card;
