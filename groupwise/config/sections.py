@@ -288,6 +288,11 @@ class AdvantagesSection(Section):
     """your own advantage, module:function(rewards (B, K), groups (B,), weights) -> (B,)"""
     grouping: str = "prompt"
     """which completions form a group: "prompt", "similarity" ([grouping]), or module:function(batch) -> labels"""
+    turn_weight: NotNegative = 0.0
+    """with an environment: weight of a turn's advantage among the turns of its group at the same state, beside the
+    conversation's (GiGPO, arXiv 2505.10978); 0 is off"""
+    turn_discount: Share = 0.95
+    """turn_weight: factor per turn of the rewards that come later"""
     shrinkage: NotNegative = 0.0
     """shrink a cluster's mean towards its prompt's mean, which counts as this many samples; 0 is off"""
     difficulty: Literal["none", "hard", "uncertain"] = "none"

@@ -132,6 +132,8 @@ def check_conversations(recipe: Recipe, task: Task, processes: int) -> None:
         "train.max_staleness": recipe.train.max_staleness > 0,
         "distillation.weight": recipe.distillation.weight > 0,
         "advantages.grouping 'similarity'": recipe.advantages.grouping == "similarity",
+        "scoring.overlong_buffer": recipe.scoring.overlong_buffer > 0,
+        "scoring.length_penalty": recipe.scoring.length_penalty > 0,
         "several processes": processes > 1,
     }
     for name, value in wanted.items():

@@ -76,6 +76,10 @@ def load_inputs(
     if surroundings is not None:
         check_conversations(recipe, task, 1 if ranks is None else ranks.size)
         rewards = [*surroundings.rewards, *rewards]
+    elif recipe.advantages.turn_weight:
+        raise ConfigError(
+            "advantages.turn_weight compares the turns of conversations, but this run has no environment; set it to 0"
+        )
     scorer = make_scorer(recipe, task, rewards, needed=samples and needs_rewards(recipe, driven), ranks=ranks)
     if scorer is not None:
         scorer.on_call = lambda names: display.stage(f"scoring: {names}")

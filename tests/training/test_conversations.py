@@ -94,12 +94,20 @@ def test_a_game_is_played_trained_and_recorded(tmp_path):
     assert table.column("reward/environment").to_pylist() == table.column("reward").to_pylist()
 
 
-@pytest.mark.parametrize("stop", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_stopped_game_goes_on_as_if_it_had_not_been_stopped(tmp_path, stop):
-    with game_trainer(tmp_path / "a") as trainer:
+@pytest.mark.parametrize(
+    ("stop", "changes"),
+    [
+        (1, {}),
+        (2, {"advantages": {"turn_weight": 1.0}, "train": {"mini_batches": 2, "update_per_step": True}}),
+        pytest.param(3, {}, marks=pytest.mark.slow),
+    ],
+    ids=["first step", "turns compared", "third step"],
+)
+def test_a_stopped_game_goes_on_as_if_it_had_not_been_stopped(tmp_path, stop, changes):
+    with game_trainer(tmp_path / "a", changes) as trainer:
         trainer.run()
-    run_steps(game_trainer(tmp_path / "b"), stop)
-    with game_trainer(tmp_path / "b", resume=True) as trainer:
+    run_steps(game_trainer(tmp_path / "b", changes), stop)
+    with game_trainer(tmp_path / "b", changes, resume=True) as trainer:
         trainer.run()
     check_same(tmp_path / "a", tmp_path / "b", 4)
 
@@ -267,6 +275,11 @@ def test_what_does_not_go_together_is_refused(tmp_path, changes, words):
 def test_a_file_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.py"):
         small_trainer(tmp_path / "run", {"environment": {"factory": "nowhere.py:Thing"}})
+
+
+def test_turns_need_an_environment(tmp_path):
+    with pytest.raises(ConfigError, match="advantages.turn_weight"):
+        small_trainer(tmp_path / "run", {"advantages": {"turn_weight": 1.0}})
 
 
 def test_two_environments_are_refused(tmp_path):

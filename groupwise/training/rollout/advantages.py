@@ -17,6 +17,8 @@ from groupwise.config import Recipe
 from groupwise.core import group_advantages, group_index, group_statistics, pass_at_k_advantages
 from groupwise.core.advantages import lies_within
 from groupwise.core.masks import validity_reasons
+from groupwise.core.ragged import Ragged
+from groupwise.core.turn_advantages import discounted_returns, turn_advantages
 from groupwise.errors import ConfigError, RewardError, check_choice
 from groupwise.grouping.labels import LABELS, parent_labels
 from groupwise.rewards import weighted_total
@@ -149,6 +151,8 @@ def compute_group_advantages(
         correct = correctness(answers, total)
         difficulty = difficulty_weights(settings.difficulty, correct, groups, result.contributes)
         result = replace(result, advantages=(result.advantages * difficulty).float(), difficulty=difficulty)
+    if settings.turn_weight and batch.turn_facts is not None:
+        result = replace(result, token_advantages=_with_turns(result, batch, step_recipe))
     preference = step_recipe.preference
     if preference.weight and preference.pairs != "data":
         pairs = build_group_pairs(
@@ -162,6 +166,30 @@ def compute_group_advantages(
         )
         result = replace(result, pairs=pairs)
     return result
+
+
+def _with_turns(result: GroupAdvantages, batch: Batch, step_recipe: Recipe) -> Ragged:
+    """The advantage of each token: its conversation's, plus that of its turn among the turns at the same state.
+
+    The weighted sum of the conversation's rewards counts for its last turn, beside what the environment gave per turn.
+    """
+    settings, facts = step_recipe.advantages, batch.turn_facts or []
+    rewards = Ragged.of([torch.tensor(one.rewards, dtype=torch.float64) for one in facts])
+    rewards.values[rewards.lengths.cumsum(0) - 1] += result.rewards
+    turns = turn_advantages(
+        discounted_returns(rewards, settings.turn_discount),
+        [state for one in facts for state in one.states],
+        result.groups,
+        scale="none" if settings.scale == "none" else "group",
+        eps=settings.eps,
+        unbiased=settings.unbiased,
+    )
+    factors = torch.ones(len(batch)) if result.difficulty is None else result.difficulty
+    own = (turns.values * factors.double().repeat_interleave(turns.lengths)).nan_to_num(0.0)
+    tokens = torch.tensor([count for one in facts for count in one.tokens])
+    both = result.advantages.double().repeat_interleave(turns.lengths) + settings.turn_weight * own
+    both = torch.where(batch.dropped.repeat_interleave(turns.lengths), 0.0, both)
+    return Ragged(both.float().repeat_interleave(tokens), batch.lengths)
 
 
 def repetition(text: str) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,14 @@ from groupwise.training.preference.group_pairs import GroupPairs
 PROMPT_LISTS = ("rows", "row_numbers", "prompts")  # the lists of a batch with an entry per prompt
 SAMPLE_LISTS = ("texts", "stop_reasons")  # and per sample
 TOKEN_ROWS = ("ids", "sampler_logps", "versions")  # ragged, with a value per sampled token
+
+
+class TurnFacts(NamedTuple):
+    """The turns of a conversation."""
+
+    tokens: tuple[int, ...]  # sampled in each
+    rewards: tuple[float, ...]  # of the environment for each; 0 if it gave none
+    states: tuple[Hashable, ...]  # of the environment before each; None if it did not tell
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ class Batch:
     filtered_probability: Tensor | None = None  # (B,) removed by the filters, summed over tokens; with ``kept``
     similarity: GroupingResult | None = None  # P: clusters of similar completions
     turns: Turns | None = None  # B: with the given tokens, if these are conversations
+    turn_facts: list[TurnFacts] | None = None  # B
 
     def __post_init__(self) -> None:
         for name in TOKEN_ROWS:
@@ -107,6 +116,7 @@ class Batch:
             filtered_probability=None if self.filtered_probability is None else self.filtered_probability[samples],
             similarity=None if self.similarity is None else self.similarity.take(prompts),
             turns=None if self.turns is None else self.turns.take(samples),
+            turn_facts=None if self.turn_facts is None else [self.turn_facts[i] for i in samples],
         )
 
     def samples_of(self, prompts: Sequence[int]) -> Tensor:
@@ -142,6 +152,7 @@ def join(batches: Sequence[Batch]) -> Batch:
         filtered_probability=torch.cat(filtered) if filtered else None,
         similarity=join_results(similarity) if similarity else None,
         turns=Turns.join(turns) if turns else None,
+        turn_facts=[facts for batch in batches for facts in batch.turn_facts or ()] if turns else None,
     )
 
 
@@ -161,6 +172,7 @@ class GroupAdvantages:
     masked_out: dict[str, Tensor]  # (B,) bool for each reason to exclude samples from the policy loss
     equal: Tensor  # (B,) bool: in a group whose rewards are all equal
     graded: dict[str, list[bool | None]] = field(default_factory=dict)  # the task's grades, which are not rewards
+    token_advantages: Ragged | None = None  # B, (t,) each: in place of ``advantages``, if turns have their own
     difficulty: Tensor | None = None  # (B,) the factors of the advantages, if they are weighted by difficulty
     pairs: GroupPairs | None = None  # preference pairs, if the step learns from them
     uses_advantages: bool = True  # whether the policy loss has a weight
@@ -179,7 +191,10 @@ class GroupAdvantages:
         """Which samples have a learning signal, ``(B,)``: an advantage that is not masked, or a place in a pair."""
         if self.taught:
             return torch.ones(len(self.rewards), dtype=torch.bool)
-        contributes = self.allowed & (self.advantages != 0) & self.uses_advantages
+        nonzero = self.advantages != 0
+        if self.token_advantages is not None:
+            nonzero = nonzero | self.token_advantages.padded().ne(0).any(1)
+        contributes = self.allowed & nonzero & self.uses_advantages
         return contributes if self.pairs is None else contributes | self.pairs.members(len(contributes))
 
     def skip_reasons(self) -> list[str | None]:

@@ -20,7 +20,7 @@ from groupwise.generate.types import Generator, Progress, Sampling
 from groupwise.seeds import derive_seed
 from groupwise.tasks.base import TaskRow
 from groupwise.training.environments import REWARD_COLUMNS
-from groupwise.training.rollout.batch import Batch
+from groupwise.training.rollout.batch import Batch, TurnFacts
 
 
 class SampledConversations(NamedTuple):
@@ -129,7 +129,16 @@ def batch_of_episodes(
         dropped=torch.zeros(len(episodes), dtype=torch.bool),
         filtered_probability=_removed(logps, filtered) if keep_sets else None,
         turns=Turns.of([episode.sequence for episode in episodes]),
+        turn_facts=[_turn_facts(episode) for episode in episodes],
         extra=_columns(episodes),
+    )
+
+
+def _turn_facts(episode: Episode) -> TurnFacts:
+    return TurnFacts(
+        tuple(len(turn.sampled.ids) for turn in episode.turns),
+        tuple(turn.reward or 0.0 for turn in episode.turns),
+        tuple(turn.state for turn in episode.turns),
     )
 
 

@@ -43,7 +43,8 @@ def sample_statistics(objective: Objective, micro_batch: MicroBatch) -> dict[str
             ratio=level,
         )
     if (bounds := _clip_bounds(objective)) is not None and micro_batch.advantages is not None:
-        low, high, advantages = *bounds, micro_batch.advantages[:, None]
+        low, high, advantages = *bounds, micro_batch.advantages
+        advantages = advantages[:, None] if advantages.dim() == 1 else advantages
         old = logps if micro_batch.old_logps is None else micro_batch.old_logps
         ratio = log_ratio(logps, old, mask, level).exp().expand_as(logps)
         per_token["clip_fraction_low"] = (ratio < low) & (advantages < 0)

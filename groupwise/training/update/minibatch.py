@@ -60,6 +60,7 @@ class MiniBatch:
     completions: RaggedGroups  # by prompt
     kept: KeptSets | None
     advantages: Tensor  # (n,)
+    token_advantages: Tensor | None  # (n, T) in place of them in the policy loss, if turns have their own
     prompt_tokens: Tensor  # (n,) of all completions of a row's prompt in the mini-batch, computed or not
     allowed: Tensor  # (n,) bool
     sampler_logps: Tensor  # (n, T)
@@ -77,6 +78,13 @@ class MiniBatch:
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    @property
+    def has_advantage(self) -> Tensor:
+        """Which tokens have an advantage, ``(n, T)``."""
+        if self.token_advantages is not None:
+            return self.token_advantages != 0
+        return (self.advantages != 0)[:, None] & self.mask
 
     @property
     def empty(self) -> bool:
@@ -154,6 +162,7 @@ def build_from_samples(
     prompts, completions = batch.by_prompt(computed)
     prompt_ids = batch.prompt_ids.take(prompts)
     samples: list[int] = computed.tolist()
+    by_token = group_advantages.token_advantages
     pairs = _pairs(group_advantages, samples, dataset_pairs or DatasetPairs())
     local_batch, local_lengths = _local_batches(members, computed, lengths, step_recipe.train.local_batch_size)
     return MiniBatch(
@@ -162,6 +171,7 @@ def build_from_samples(
         completions=completions,
         kept=None if batch.kept is None else batch.kept.select(batch.token_indices(computed)),
         advantages=group_advantages.advantages[computed],
+        token_advantages=None if by_token is None else by_token.take(computed).padded(),
         prompt_tokens=prompt_tokens[computed // batch.samples],
         allowed=allowed[computed],
         sampler_logps=batch.sampler_logps.take(computed).padded(),

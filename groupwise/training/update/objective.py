@@ -63,7 +63,7 @@ class MicroBatch:
 
     logps: Tensor  # of the policy, with gradient
     mask: Tensor
-    advantages: Tensor | None = None  # (b,)
+    advantages: Tensor | None = None  # (b,), or (b, T) if turns have their own
     prompt_tokens: Tensor | None = None  # (b,) of all completions of each row's prompt in the mini-batch
     policy_mask: Tensor | None = None  # bool, or importance weights
     sampler_logps: Tensor | None = None

@@ -42,7 +42,7 @@ def build_policy_mask(
     if masks.high_entropy is not None:
         if minibatch.local_batch is None:
             # Only tokens with an advantage are ranked, so that skipping the others changes nothing.
-            candidates = policy_mask & (minibatch.advantages != 0)[:, None]
+            candidates = policy_mask & minibatch.has_advantage
             policy_mask = high_entropy_mask(entropy, candidates, top_fraction=masks.high_entropy)
         else:
             for number in set(minibatch.local_batch.tolist()):
@@ -91,7 +91,7 @@ def _current_logps(minibatch: MiniBatch, step_recipe: Recipe, compute_logps: Com
     if masks.high_entropy is not None and minibatch.local_batch is not None:
         chosen = torch.ones_like(chosen)
     elif masks.high_entropy is not None:
-        chosen = chosen | (minibatch.allowed & (minibatch.advantages != 0))
+        chosen = chosen | (minibatch.allowed & minibatch.has_advantage.any(1))
     logps, entropy = minibatch.sampler_logps.clone(), torch.zeros(minibatch.mask.shape)
     if bool(chosen.any()):
         current = compute_logps(minibatch.select(chosen), step_recipe, masks.high_entropy is not None)

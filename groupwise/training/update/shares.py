@@ -57,6 +57,7 @@ def share_of(minibatch: MiniBatch, ranks: Ranks) -> Share:
             completions=part.completions,
             kept=part.kept,
             advantages=minibatch.advantages[rows],
+            token_advantages=taken(minibatch.token_advantages),
             prompt_tokens=minibatch.prompt_tokens[rows],
             allowed=minibatch.allowed[rows],
             sampler_logps=minibatch.sampler_logps[rows],

@@ -327,7 +327,9 @@ class Updater:
             yield MicroBatch(
                 logps=pack.logps,
                 mask=pack.mask,
-                advantages=minibatch.advantages[rows].to(pack.logps),
+                advantages=minibatch.advantages[rows].to(pack.logps)
+                if minibatch.token_advantages is None
+                else minibatch.token_advantages[rows][:, : pack.logps.shape[1]].to(pack.logps),
                 prompt_tokens=minibatch.prompt_tokens[rows].to(pack.logps.device),
                 policy_mask=_rows(policy_mask, rows, pack.logps),
                 sampler_logps=_rows(minibatch.sampler_logps, rows, pack.logps),
