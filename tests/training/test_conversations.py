@@ -278,7 +278,7 @@ def test_a_file_that_does_not_exist_is_named(tmp_path):
 
 
 def test_turns_need_an_environment(tmp_path):
-    with pytest.raises(ConfigError, match="advantages.turn_weight"):
+    with pytest.raises(ConfigError, match=r"advantages\.turn_weight"):
         small_trainer(tmp_path / "run", {"advantages": {"turn_weight": 1.0}})
 
 
