@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -221,7 +221,10 @@ def evaluate_recipe(
         )
     if len(components.held_out):
         display.progress("evaluating", 0.0, len(components.held_out), "rows")
-        with closing(make_generator(recipe, components.handle)) as generator:
+        with ExitStack() as stack:
+            if components.episodes is not None:
+                stack.enter_context(closing(components.episodes))
+            generator = stack.enter_context(closing(make_generator(recipe, components.handle)))
             generator.update_weights(0)
             evaluation = evaluate_rows(components, generator, show_rows(display))
     evaluation.metrics.update(logp_accuracy(components.handle, components.pairs.held_out))
