@@ -67,7 +67,8 @@ def show_number(value: Number) -> str:
         return str(value)
     if value.is_integer() and abs(value) < 10**DIGITS:
         return str(int(value))
-    return f"{value:.{DIGITS}g}"
+    text = f"{value:.{DIGITS}g}"
+    return text if math.isfinite(float(text)) else repr(value)  # rounded up, the largest float would be infinite
 
 
 class _Expression:

@@ -142,13 +142,17 @@ def write_csv(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _without_formula(cell: Any) -> Any:
-    if not isinstance(cell, str):
+    if not isinstance(cell, str) or _is_number(cell):
         return cell
+    return f"'{printable(cell)}" if cell.startswith(FORMULA) else printable(cell)
+
+
+def _is_number(text: str) -> bool:
     try:
-        float(cell)
+        float(text)
     except ValueError:
-        return f"'{printable(cell)}" if cell.startswith(FORMULA) else printable(cell)
-    return cell
+        return False
+    return text == text.strip()  # float() ignores white space, such as a line break
 
 
 def write_safetensors(

@@ -473,8 +473,8 @@ def test_defaults_and_choices_in_help():
     assert "default: True" not in flat
     assert "default: None" not in flat
     assert re.findall(r"^  \[(\w+)\]$", text, re.MULTILINE) == [
-        "model", "data", "scoring", "sampling", "vllm", "advantages", "grouping", "loss", "preference",
-        "distillation", "masks", "reference", "optimizer", "sft", "train", "evaluate", "run",
+        "model", "data", "scoring", "sampling", "environment", "vllm", "advantages", "grouping", "loss",
+        "preference", "distillation", "masks", "reference", "optimizer", "sft", "train", "evaluate", "run",
     ]  # fmt: skip
     for name in scheduled_names(make_recipe()):
         assert name in flat

@@ -6,7 +6,7 @@ import contextlib
 import math
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from groupwise.environments import ToolCall, arithmetic, make_tools
@@ -59,6 +59,7 @@ def test_thousands_may_be_separated(number):
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
+@example(1.7976931348623151e308)
 def test_a_float_is_shown_with_fifteen_digits(number):
     assert math.isclose(float(show_number(number)), number, rel_tol=1e-14, abs_tol=5e-324)
 

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import yaml
 from huggingface_hub import ModelCardData
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
@@ -104,6 +104,8 @@ def test_markdown_shows_the_text_and_nothing_else(first, second):
 
 @many(10)
 @given(st.lists(broken_text(), min_size=1, max_size=4))
+@example(["\r"])
+@example(["+1\n", "-1 "])
 def test_a_csv_file_is_read_as_it_was_written_and_has_no_formula(texts):
     tried("texts in CSV files")
     row = {f"{place}{text}": text for place, text in enumerate(texts)} | {"number": -1.5}

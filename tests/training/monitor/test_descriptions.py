@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from groupwise.control.descriptions import EVALUATION_METRICS, UPDATE_METRICS
+from groupwise.environments import Environment, Reply
 from groupwise.rundir import read_metrics
 from groupwise.training.monitor.checks import CHECKS, EVALUATION_CHECKS
 from groupwise.training.monitor.descriptions import SECTIONS, TERM_WEIGHTS, aliases, describe_metric, matches
@@ -128,8 +129,26 @@ def run_distillation(folder: Path) -> Trainer:
     return small_trainer(folder, FAST, changes, task=task)
 
 
+class Twice(Environment):
+    """Two turns; it counts them, and has two rewards."""
+
+    async def start(self, row, seed):
+        self.counts = {"turns_seen": 0.0}
+
+    async def respond(self, turn):
+        self.counts = {"turns_seen": self.counts["turns_seen"] + 1}
+        return Reply([{"role": "user", "content": "again"}], done=self.counts["turns_seen"] == 2)
+
+    async def reward(self):
+        return {"seen": self.counts["turns_seen"], "nothing": 0.0}
+
+
+def run_conversations(folder: Path) -> Trainer:
+    return small_trainer(folder, FAST, environment=Twice)
+
+
 RUNS = [run_dapo, run_many_options, run_enhanced_grpo, run_similarity_groups, run_pg_grpo, run_usmle, run_sft]
-RUNS += [run_ahead, run_masked_weights, run_distillation]
+RUNS += [run_ahead, run_masked_weights, run_distillation, run_conversations]
 
 
 def logged(make: Callable[[Path], Trainer], folder: Path) -> set[str]:
