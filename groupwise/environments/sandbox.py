@@ -35,7 +35,7 @@ START_SECONDS = 60.0  # for the process to set itself up, on a machine that is b
 END_SECONDS = 10.0  # for it to end
 LONGEST_CODE = 2**20  # characters
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-PROBE = "import sys; sys.stdout.write('ready')"
+PROBE = "import os; os.write(1, b'ready')"
 
 
 @dataclass(frozen=True)
