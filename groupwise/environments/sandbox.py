@@ -35,7 +35,7 @@ START_SECONDS = 60.0  # for the process to set itself up, on a machine that is b
 END_SECONDS = 10.0  # for it to end
 LONGEST_CODE = 2**20  # characters
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-PROBE = "import os; os.write(1, b'ready')"
+PROBE, PROBE_STATUS = "raise SystemExit(7)", 7
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def _isolation(allow_network: bool, allow_files: bool, python: str, readable: tu
         probe.output_bytes, probe.allow_network, probe.allow_files = 10_000, allow_network, allow_files
         probe.python, probe._readable = python, list(readable)
         result, problem = probe._run({"main.py": PROBE}, mode)
-        if result is not None and result.stdout == "ready":
+        if result is not None and result.exit_code == PROBE_STATUS:
             return mode
         reasons.append(problem or f"the interpreter {python} does not start in it: {result and result.error}")
     missing = "take the network away" if not allow_network else "hide your files"
