@@ -10,20 +10,13 @@ shown as JSON, and an error as a sentence.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from groupwise.environments.background import Worker, run_limited
-from groupwise.environments.contract import (
-    AssistantTurn,
-    Environment,
-    EnvironmentFailed,
-    Limits,
-    Message,
-    Reply,
-    Schema,
-)
+from groupwise.environments.contract import EnvironmentFailed, Limits, Message
 from groupwise.environments.failures import value_of
+from groupwise.environments.tool_environment import ToolboxEnvironment
 from groupwise.environments.toolbox import Toolbox
 from groupwise.environments.tools import make_tools
 from groupwise.errors import ConfigError
@@ -32,10 +25,11 @@ from groupwise.text import excerpt
 NOT_TOOLS = ("reset", "get_reward")
 
 
-class MethodEnvironment(Environment):
+class MethodEnvironment(ToolboxEnvironment):
     """Wraps an object with the methods described above; ``factory`` makes it, and may be its class.
 
-    The plain methods, and the factory, are called in one thread, which is another one only after a call that hangs.
+    TRL's form has no method for closing, so the object is left to Python. The plain methods, and the factory, are
+    called in one thread, which is another one only after a call that hangs.
     """
 
     def __init__(self, factory: Callable[[], Any], limits: Limits | None = None) -> None:
@@ -60,16 +54,6 @@ class MethodEnvironment(Environment):
         """The object, for reward functions that look at it."""
         return self._instance
 
-    @property
-    def schemas(self) -> Sequence[Schema]:  # type: ignore[override]
-        """The descriptions of the methods that are tools."""
-        return self._toolbox.schemas
-
-    @property
-    def counts(self) -> Mapping[str, float]:  # type: ignore[override]
-        """The tool calls of the conversation, those answered by an error, those that could not be parsed, seconds."""
-        return dict(self._toolbox.counts)
-
     async def start(self, row: dict[str, Any], seed: int) -> list[Message] | None:
         """Call ``reset`` with the row's columns."""
         self._toolbox.reset()
@@ -77,23 +61,15 @@ class MethodEnvironment(Environment):
         observation = await self._call("reset", self._limits.wait_seconds, **arguments)
         return self._opening(observation)
 
-    async def respond(self, turn: AssistantTurn) -> Reply:
-        """Answer the calls of the turn by the methods."""
-        if turn.is_final:
-            return Reply(done=True)
-        messages, results = await self._toolbox.answer(turn)
-        done = getattr(self._instance, "done", False) is True or self._toolbox.is_used_up
-        return Reply(messages, done=done, results=results)
-
     async def reward(self) -> float | dict[str, float | None] | None:
         """What ``get_reward`` returns; None without one."""
         if not callable(getattr(type(self._instance), "get_reward", None)):
             return None
         return await self._call("get_reward", self._limits.wait_seconds)  # type: ignore[no-any-return]
 
-    async def close(self) -> None:
-        """End the thread. TRL's form has no method for closing, so the object is left to Python."""
-        self._worker.end()
+    @property
+    def _is_done(self) -> bool:
+        return getattr(self._instance, "done", False) is True or super()._is_done
 
     async def _call(self, name: str, seconds: float, **arguments: Any) -> Any:
         method = getattr(self._instance, name)
