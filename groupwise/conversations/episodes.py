@@ -65,6 +65,12 @@ class Episode:
         return ids
 
     @property
+    def length(self) -> int:
+        """The number of all tokens so far."""
+        turns = sum(len(turn.sampled.ids) + len(turn.given) for turn in self.turns)
+        return len(self.prompt) + len(self.opening) + turns
+
+    @property
     def sequence(self) -> TokenSequence:
         """The tokens after the prompt of its group."""
         segments: list[tuple[list[int] | Tensor, bool]] = [(self.opening, False)]
@@ -105,8 +111,3 @@ class Episode:
     def kept(self) -> list[KeptSets]:
         """The token sets of all turns, in order."""
         return [turn.sampled.kept for turn in self.turns if turn.sampled.kept is not None]
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether anything was sampled."""
-        return any(len(turn.sampled.ids) for turn in self.turns)

@@ -37,8 +37,8 @@ from groupwise.errors import InputError, check_integer
 from groupwise.generate.types import Generator, Rollout, Sampling, Stop
 from groupwise.seeds import derive_seed
 
-Generate = Callable[[Sequence[Sequence[int]], Sequence[int], Sampling, Sequence[int]], Rollout]
-"""Called with contexts, the number of samples of each, the sampling parameters, and the contexts' keys."""
+Generate = Callable[..., Rollout]
+"""Called as `Generator.generate`, with the contexts, the number of samples of each, the sampling and ``keys``."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class EpisodeLimits:
 
     def room(self, episode: Episode) -> int:
         """How many tokens may still follow."""
-        used = len(episode.context)
+        used = episode.length
         rooms = [] if self.context_length is None else [self.context_length - used]
         if self.max_tokens is not None:
             rooms.append(self.max_tokens - (used - len(episode.prompt)))
@@ -146,7 +146,7 @@ class EpisodeSampler:
         if samples < 1:
             raise InputError(f"samples must be at least 1, got {samples}")
         if generate is None:
-            generate = partial(_generate, generator, stop)
+            generate = partial(generator.generate, stop=stop)
         if self.format.stop_ids is not None and sampling.eos_ids is None:
             sampling = replace(sampling, eos_ids=self.format.stop_ids)
         session = _Session(self, generate, starts, samples, sampling)
@@ -155,13 +155,6 @@ class EpisodeSampler:
         except BaseException:
             session.abandon()
             raise
-
-
-def _generate(
-    generator: Generator, stop: Stop | None, contexts: Sequence[Sequence[int]], samples: Sequence[int],
-    sampling: Sampling, keys: Sequence[int],
-) -> Rollout:  # fmt: skip
-    return generator.generate(contexts, samples, sampling, stop=stop, keys=keys)
 
 
 class _Session:
@@ -289,7 +282,7 @@ class _Session:
             keys.append((key, running.number if together else 0))
         rows = dict(zip(requests, accumulate([0, *(count for _, count in requests.values())]), strict=False))
         ids, counts = zip(*requests.values(), strict=True)
-        rollout = self.generate(ids, counts, sampling, list(requests))
+        rollout = self.generate(ids, counts, sampling, keys=list(requests))
         ends, turns = rollout.lengths.cumsum(0).tolist(), []
         for key, number in keys:
             row = rows[key] + number

@@ -260,7 +260,7 @@ def test_an_interrupt_closes_the_environments(engine):
         async def close(self):
             closed.append(1)
 
-    def interrupted(*_: Any) -> Any:
+    def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
     with closing(EpisodeSampler(Closing, PlainFormat(TOKENIZER), EpisodeLimits())) as sampler:

@@ -129,6 +129,12 @@ class Batch:
         return self.ids.positions(samples)
 
 
+def filtered_probability(logps: Tensor, filtered_logps: Tensor, mask: Tensor) -> Tensor:
+    """The probability that the sampling filters removed, summed over the tokens of each sample, ``(B,)``."""
+    left = (logps.double() - filtered_logps.double()).exp()
+    return torch.where(mask, 1 - left, 0.0).clamp(min=0.0).sum(1)
+
+
 def join(batches: Sequence[Batch]) -> Batch:
     """Concatenate batches with the same number of samples per prompt."""
     lists: dict[str, Any] = {

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, overload
 
 import torch
-from torch import Tensor
 
 from groupwise.config import Recipe
 from groupwise.core.ragged import Ragged
@@ -30,7 +29,7 @@ from groupwise.tasks.base import TaskRow
 from groupwise.text import Say, plural
 from groupwise.training.display.base import Display
 from groupwise.training.errors import retry_with_less_memory
-from groupwise.training.rollout.batch import Batch, GroupAdvantages, join
+from groupwise.training.rollout.batch import Batch, GroupAdvantages, filtered_probability, join
 from groupwise.training.rollout.episodes import ConversationSampler
 from groupwise.training.rollout.penalties import penalty_columns
 
@@ -260,7 +259,9 @@ class RolloutCollector:
             kept=rollout.kept,
             rewards=torch.zeros(len(completions.ids), 0, dtype=torch.float64),
             dropped=torch.zeros(len(completions.ids), dtype=torch.bool),
-            filtered_probability=_filtered_probability(rollout) if rollout.kept is not None else None,
+            filtered_probability=None
+            if rollout.kept is None
+            else filtered_probability(rollout.logps, rollout.filtered_logps, rollout.mask),
         )
 
     def _cluster(self, batch: Batch, draw: Draw, first: int = 0) -> Batch:
@@ -364,12 +365,6 @@ class RolloutCollector:
         """The prompts without a sample that contributes."""
         contributes = self.compute_advantages(batch, step_recipe).contributes.view(-1, batch.samples).any(1)
         return (~contributes).nonzero().flatten().tolist()
-
-
-def _filtered_probability(rollout: Rollout) -> Tensor:
-    """The probability that the sampling filters removed, summed over the tokens of each completion, ``(B,)``."""
-    left = (rollout.logps.double() - rollout.filtered_logps.double()).exp()
-    return torch.where(rollout.mask, 1 - left, 0.0).clamp(min=0.0).sum(1)
 
 
 def pool_metrics(one: dict[str, float], prompts: int, other: dict[str, float], more: int) -> dict[str, float]:

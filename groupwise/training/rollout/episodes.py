@@ -20,7 +20,7 @@ from groupwise.generate.types import Generator, Progress, Sampling
 from groupwise.seeds import derive_seed
 from groupwise.tasks.base import TaskRow
 from groupwise.training.environments import REWARD_COLUMNS
-from groupwise.training.rollout.batch import Batch, TurnFacts
+from groupwise.training.rollout.batch import Batch, TurnFacts, filtered_probability
 
 
 class SampledConversations(NamedTuple):
@@ -111,23 +111,23 @@ def batch_of_episodes(
     for episodes in groups:
         share_prompt(episodes)
     episodes = [episode for members in groups for episode in members]
-    ids, logps = [episode.joined("ids") for episode in episodes], [episode.joined("logps") for episode in episodes]
-    filtered = [episode.joined("filtered_logps") for episode in episodes]
+    names = ("ids", "logps", "filtered_logps", "versions")
+    ids, logps, filtered, versions = (Ragged.of([episode.joined(name) for episode in episodes]) for name in names)
     sets = [kept for episode in episodes for kept in episode.kept]
     return Batch(
         rows=list(rows),
         row_numbers=list(row_numbers),
         prompts=[_prompt(tokenizer, prompt, members[0]) for prompt, members in zip(prompts, groups, strict=True)],
         samples=samples,
-        ids=Ragged.of(ids),
+        ids=ids,
         texts=[episode.text for episode in episodes],
         stop_reasons=[episode.stop_reason for episode in episodes],
-        sampler_logps=Ragged.of(filtered if keep_sets else logps),
-        versions=Ragged.of([episode.joined("versions") for episode in episodes]),
+        sampler_logps=filtered if keep_sets else logps,
+        versions=versions,
         kept=KeptSets.join(sets) if keep_sets else None,
         rewards=torch.zeros(len(episodes), 0, dtype=torch.float64),
         dropped=torch.zeros(len(episodes), dtype=torch.bool),
-        filtered_probability=_removed(logps, filtered) if keep_sets else None,
+        filtered_probability=filtered_probability(logps.padded(), filtered.padded(), ids.mask) if keep_sets else None,
         turns=Turns.of([episode.sequence for episode in episodes]),
         turn_facts=[_turn_facts(episode) for episode in episodes],
         extra=_columns(episodes),
@@ -148,12 +148,6 @@ def _prompt(tokenizer: Any, prompt: Prompt, episode: Episode) -> Prompt:
         return prompt
     text = tokenizer.decode(episode.prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return Prompt(tuple(episode.prompt), text)
-
-
-def _removed(logps: Sequence[torch.Tensor], filtered: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The probability that the sampling filters removed, summed over the tokens of each conversation."""
-    left = [(a.double() - b.double()).exp() for a, b in zip(logps, filtered, strict=True)]
-    return torch.stack([(1 - share).clamp(min=0.0).sum() for share in left])
 
 
 def _columns(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
