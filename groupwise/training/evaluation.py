@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from groupwise.config import Recipe
+from groupwise.conversations import Episode
 from groupwise.data import Prompt
 from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ConfigError
@@ -150,6 +151,11 @@ def _converse(
     seeds = [derive_seed("held-out environment", recipe.train.seed, key) for key in keys]
     starts = episode_starts(components.builder, rows, prompts, recipe.data.prompt, seeds, keys)
     groups = sampler.sample(generator, starts, recipe.evaluate.samples, sampling, stop=components.stop)
+    return answers_of(rows, groups)
+
+
+def answers_of(rows: Sequence[TaskRow], groups: Sequence[Sequence[Episode]]) -> SampledAnswers:
+    """The conversations about each row, as they are graded and scored."""
     episodes = [(row, episode) for row, members in zip(rows, groups, strict=True) for episode in members]
     return SampledAnswers(
         texts=[episode.text for _, episode in episodes],

@@ -32,7 +32,7 @@ from groupwise.training.inputs import check_training_inputs, load_inputs, make_s
 from groupwise.training.preference.reference_cache import TokenPair
 from groupwise.training.schedule.lengths import RunLength
 from groupwise.training.sft import SupervisedFineTuning
-from groupwise.training.trial_conversations import try_conversations
+from groupwise.training.trial_conversations import score_lines, try_conversations
 from groupwise.training.update.teacher import Teacher
 
 PROBE_TOKENS, PROBE_PAIRS = 16, 4
@@ -333,11 +333,8 @@ def _rewards(components: RunComponents, row: TaskRow, rollout: Rollout) -> Itera
         completion_ids=completions.ids,
         trainer_state=NO_STEPS,
     )
-    for failure in scores.failures[:1]:  # only counted, if scoring.on_error is "drop"
-        yield f"reward {failure.function} failed on {len(scores.failures)} of {count} completions: {failure.reason}"
-    for function, values in zip(components.scorer.functions, scores.rewards.T.tolist(), strict=True):
-        length = f"{plural(count, 'completion')} of {plural(rollout.ids.shape[1], 'token')}"
-        yield f"reward {function.name} of {length}: {min(values):.3g} to {max(values):.3g}"
+    length = f"{plural(count, 'completion')} of {plural(rollout.ids.shape[1], 'token')}"
+    yield from score_lines(components.scorer, scores, "completions", f" of {length}")
 
 
 def _seconds_per_step(components: RunComponents, prompt: Prompt, tokens: int) -> tuple[float, Rollout]:

@@ -12,11 +12,13 @@ from groupwise.data import reward_inputs
 from groupwise.errors import UserCodeError
 from groupwise.generate import Sampling
 from groupwise.generate.registry import make_generator
+from groupwise.rewards import Scorer
+from groupwise.rewards.contract import Scores
 from groupwise.seeds import derive_seed
 from groupwise.text import plural
 from groupwise.training.components import RunComponents
-from groupwise.training.evaluation import NO_STEPS
-from groupwise.training.rollout.episodes import episode_starts, reward_columns
+from groupwise.training.evaluation import NO_STEPS, answers_of
+from groupwise.training.rollout.episodes import episode_starts
 
 
 def try_conversations(components: RunComponents, sampler: EpisodeSampler) -> Iterator[str]:
@@ -36,7 +38,8 @@ def try_conversations(components: RunComponents, sampler: EpisodeSampler) -> Ite
             raise UserCodeError(episode.failure)
     count = len(episodes)
     turns = sum(len(episode.turns) for episode in episodes) / count
-    tokens = sum(len(episode.joined("ids")) for episode in episodes)
+    answers = answers_of([row], [episodes])
+    tokens = sum(map(len, answers.ids))
     outcomes = ", ".join(f"{number} {name}" for name, number in Counter(e.outcome for e in episodes).most_common())
     yield (
         f"{plural(count, 'conversation')} about the first row: {turns:.1f} turns each, {plural(tokens, 'token')} in "
@@ -45,16 +48,17 @@ def try_conversations(components: RunComponents, sampler: EpisodeSampler) -> Ite
     if scorer is None:
         return
     scores = scorer.score(
-        *reward_inputs(
-            [{**row, **reward_columns(episode)} for episode in episodes],
-            [episode.text for episode in episodes],
-            recipe.data.prompt,
-            [episode.messages for episode in episodes],
-        ),
-        completion_ids=[episode.joined("ids").tolist() for episode in episodes],
+        *reward_inputs(answers.rows, answers.texts, recipe.data.prompt, answers.conversations),
+        completion_ids=answers.ids,
         trainer_state=NO_STEPS,
     )
+    yield from score_lines(scorer, scores, "conversations")
+
+
+def score_lines(scorer: Scorer, scores: Scores, unit: str, of: str = "") -> Iterator[str]:
+    """What the rewards gave: the first failure, which is only counted if scoring.on_error is "drop", and the ranges."""
     for failure in scores.failures[:1]:
-        yield f"reward {failure.function} failed on {len(scores.failures)} of {count} conversations: {failure.reason}"
+        count = f"{len(scores.failures)} of {len(scores.rewards)}"
+        yield f"reward {failure.function} failed on {count} {unit}: {failure.reason}"
     for function, values in zip(scorer.functions, scores.rewards.T.tolist(), strict=True):
-        yield f"reward {function.name}: {min(values):.3g} to {max(values):.3g}"
+        yield f"reward {function.name}{of}: {min(values):.3g} to {max(values):.3g}"
