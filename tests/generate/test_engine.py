@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import random
 
 import numpy as np
 import pytest
@@ -19,13 +18,13 @@ from groupwise.generate import memory
 from groupwise.generate.engine import Engine
 from groupwise.generate.packet import fill_packet, packet_size, packet_views
 from groupwise.generate.plain import PlainGenerator
-from groupwise.generate.request import ActiveSamples
 from groupwise.generate.runner import Runner, SavedSample, StepBatch
 from groupwise.generate.sampling import DrawnTokens
 from groupwise.generate.types import Rollout, Sampling
 from groupwise.model.cache import CACHE_ATTRIBUTE, bytes_per_token
 from groupwise.model.handle import prepare
 from groupwise.model.logprobs import completion_logps
+from tests.generate.preemption import preempt_at_random
 from tests.model.models import ARCHITECTURES, VOCABULARY, quick, random_groups, tiny
 from tests.weights import smollm2
 
@@ -325,18 +324,7 @@ def test_preemption_at_random_changes_no_token(name, penalty, runner, monkeypatc
     wanted = Engine(HANDLES[name]).generate(PROMPTS, COUNTS, sampling)
     assert wanted.stats["preempted"] == 0
     monkeypatch.setattr(memory, "PAGE_TOKENS", 4)
-    rng, without_room, grow = random.Random(0), ActiveSamples.without_room, ActiveSamples.grow
-
-    def some(active):
-        """Those that need a page, and now and then others."""
-        running = list(active.scheduler.slot_of)
-        return list(dict.fromkeys([*without_room(active), *(s for s in running if rng.random() < 0.05)]))
-
-    def now_and_then(active, sample):
-        return rng.random() < 0.5 and (sample not in without_room(active) or grow(active, sample))
-
-    monkeypatch.setattr(ActiveSamples, "without_room", some)
-    monkeypatch.setattr(ActiveSamples, "grow", now_and_then)
+    preempt_at_random(monkeypatch)
     tokens = sum(map(len, PROMPTS)) + 4 * 40  # four samples of full length
     per_token = bytes_per_token(HANDLES[name].shapes, HANDLES[name].dtype)
     engine = Engine(HANDLES[name], cache_bytes=per_token * tokens, max_num_seqs=8)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import random
 
 import pytest
 import torch
 from torch import nn
 
 from groupwise.generate import Engine, PlainGenerator, Rollout, Sampling, memory
-from groupwise.generate.request import ActiveSamples
 from groupwise.model.attention import AttentionInputs
 from groupwise.model.cache import CACHE_ATTRIBUTE, DecodeLayout, LayerCache, bytes_per_token
 from groupwise.model.decode_inputs import TILE_ROWS
 from groupwise.model.handle import ModelHandle, prepare
 from groupwise.model.logprobs import completion_logps
 from groupwise.model.precision import MasterWeights, set_precision
+from tests.generate.preemption import preempt_at_random
 from tests.model.models import random_groups, tiny
 
 pytestmark = pytest.mark.gpu
@@ -150,17 +149,7 @@ def test_preemption_at_random_changes_no_token(kind, monkeypatch):
     handle = prepare(tiny("gemma3", torch.float32).cuda(), compile=False)
     sampling = Sampling(max_new_tokens=40, seed=2, **SETTINGS[kind])
     wanted = Engine(handle).generate(PROMPTS, COUNTS, sampling)
-    rng, without_room, grow = random.Random(0), ActiveSamples.without_room, ActiveSamples.grow
-
-    def some(active):
-        running = list(active.scheduler.slot_of)
-        return list(dict.fromkeys([*without_room(active), *(s for s in running if rng.random() < 0.05)]))
-
-    def now_and_then(active, sample):
-        return rng.random() < 0.5 and (sample not in without_room(active) or grow(active, sample))
-
-    monkeypatch.setattr(ActiveSamples, "without_room", some)
-    monkeypatch.setattr(ActiveSamples, "grow", now_and_then)
+    preempt_at_random(monkeypatch)
     got = grown(handle, 4 * 40, max_num_seqs=8).generate(PROMPTS, COUNTS, sampling)
     assert got.stats["preempted"] > 10
     assert_same(got, wanted)
