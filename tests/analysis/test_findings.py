@@ -182,6 +182,7 @@ TRUE_OF = {  # what is true of runs of a model with random weights, whose answer
     "run_ahead": {"truncated", "zero_spread"},
     "run_masked_weights": {"truncated"},
     "run_distillation": {"truncated"},
+    "run_conversations": {"truncated", "reward_constant"},
 }
 
 
