@@ -17,6 +17,7 @@ from groupwise.core.sequences import Turns
 from groupwise.data import Prompt, PromptBuilder
 from groupwise.errors import UserCodeError
 from groupwise.generate.types import Generator, Progress, Sampling
+from groupwise.model.tree import sort_contexts
 from groupwise.seeds import derive_seed
 from groupwise.tasks.base import TaskRow
 from groupwise.training.environments import REWARD_COLUMNS
@@ -165,6 +166,20 @@ def reward_columns(episode: Episode) -> dict[str, Any]:
     return dict(zip(REWARD_COLUMNS, values, strict=True))
 
 
+def computed_share(groups: Sequence[Sequence[Episode]]) -> float:
+    """The tokens of these conversations as trees, as a share of a padded batch with a row for each of them."""
+    episodes = [episode for members in groups for episode in members]
+    if not episodes:
+        return 1.0
+    computed = 0
+    for members in groups:
+        contexts = sort_contexts([episode.sequence for episode in members])
+        computed += len(members[0].prompt) + sum(contexts.lengths) - sum(contexts.shared)
+    prompt = max(len(episode.prompt) for episode in episodes)
+    completion = max(episode.length - len(episode.prompt) for episode in episodes)
+    return computed / (len(episodes) * (prompt + completion))
+
+
 def episode_metrics(groups: Sequence[Sequence[Episode]], failures: Sequence[str]) -> dict[str, float]:
     """Means over the conversations of a step; of the failed ones only their number."""
     episodes = [episode for members in groups for episode in members]
@@ -176,6 +191,7 @@ def episode_metrics(groups: Sequence[Sequence[Episode]], failures: Sequence[str]
     metrics = {
         "episodes/turns": len(turns) / count,
         "episodes/given_share": given / max(given + sampled, 1),
+        "episodes/computed_share": computed_share(groups),
         "episodes/tool_calls": sum(turn.calls for turn in turns) / count,
         "episodes/failed_tool_calls": sum(turn.failed_calls for turn in turns) / count,
         "episodes/unreadable_calls": sum(len(turn.said.problems) for turn in turns) / count,
