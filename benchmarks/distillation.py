@@ -31,7 +31,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from distillation_gsm8k import ARMS, DEFAULT, MODEL, given, gsm8k
+from distillation_gsm8k import DEFAULT, arms, gsm8k
+from gsm8k_arms import add_arguments, add_run_arguments, given
 from trials import folder_of, train
 
 from groupwise.rundir import metric_column, read_metrics
@@ -110,19 +111,12 @@ def main() -> None:
         default=["full", "sampled"],
         help="quiz: also grpo, on the same seeds",
     )
-    parser.add_argument("--at-once", type=int, default=1, help="runs in parallel; the quiz's use one core each")
     parser.add_argument("--teacher", type=Path, help="quiz: the model of an earlier run of the recipe quiz")
-    parser.add_argument("--set", nargs="*", default=[], metavar="SETTING=VALUE", help="other settings of all runs")
-    parser.add_argument("--keep", type=Path, help="keep the runs in this folder; finished ones are not repeated")
+    add_run_arguments(parser)
     parser.add_argument("--json", type=Path, help="quiz: write the figures into this file")
     group = parser.add_argument_group("gsm8k")
-    group.add_argument("--only", nargs="+", choices=ARMS, help=f"these arms (default: {' '.join(DEFAULT)})")
-    group.add_argument("--results", type=Path, default=Path("distillation-gsm8k"), help="folder of the arms' results")
-    group.add_argument("--table", action="store_true", help="run nothing, and print the table of the results")
-    group.add_argument("--model", default=MODEL, help="a known name, or a folder with a chat template")
-    group.add_argument("--data", type=Path, default=Path("shared/data"), help="folder of GSM8K's two files")
+    add_arguments(group, list(arms(1)), DEFAULT, "distillation-gsm8k")
     group.add_argument("--tokens", type=int, default=3_000_000, help="sampled tokens of each arm")
-    group.add_argument("--limit", type=int, help="evaluate on the first N held-out questions (default: all)")
     args = parser.parse_args()
     if args.work == "gsm8k":
         gsm8k(args)

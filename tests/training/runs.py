@@ -31,6 +31,16 @@ SMALL: dict[str, Any] = {
     "run": {"checkpoint_every": 1, "keep_checkpoints": 20, "tensorboard": False, "plot": False},
 }
 
+# A template of the tiny model's special tokens that shows tools; its own has none.
+TOOL_TEMPLATE = (
+    "{%- if tools -%}{{- '<|start|>system\\n' -}}{%- for tool in tools -%}{{- tool | tojson -}}{%- endfor -%}"
+    "{{- '<|end|>' -}}{%- endif -%}"
+    "{%- for message in messages -%}"
+    "{{- '<|start|>' + message['role'] + '\\n' + message['content'] + '<|end|>' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|start|>assistant\\n' -}}{%- endif -%}"
+)
+
 
 def vowels(completions: Sequence[str], **_: Any) -> list[float]:
     return [sum(letter in "aeiou" for letter in text) / max(1, len(text)) for text in completions]

@@ -20,6 +20,7 @@ from groupwise.training.preflight import describe_run
 from groupwise.training.store.rollout_files import read_rollouts
 from tests.training.runs import (
     ROWS,
+    TOOL_TEMPLATE,
     check_same,
     metrics_of,
     run_steps,
@@ -217,16 +218,8 @@ def double(number: int) -> int:
 
 
 def test_tools_are_shown_in_the_prompt(tmp_path):
-    # The tiny model's template has no tools; this one has.
     template = tmp_path / "template.jinja"
-    template.write_text(
-        "{%- if tools -%}{{- '<|start|>system\\n' -}}{%- for tool in tools -%}{{- tool | tojson -}}{%- endfor -%}"
-        "{{- '<|end|>' -}}{%- endif -%}"
-        "{%- for message in messages -%}"
-        "{{- '<|start|>' + message['role'] + '\\n' + message['content'] + '<|end|>' -}}"
-        "{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '<|start|>assistant\\n' -}}{%- endif -%}"
-    )
+    template.write_text(TOOL_TEMPLATE)
     changes = {"train": {"steps": 1}, "environment": {"chat_template": str(template), "call_format": "hermes"}}
     with small_trainer(tmp_path / "run", CHAT, changes, tools=[double]) as trainer:
         trainer.run()
