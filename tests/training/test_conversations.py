@@ -119,8 +119,9 @@ def test_a_stopped_game_goes_on_as_if_it_had_not_been_stopped(tmp_path, stop, ch
         {"masks": {"keep_sampling_mask": True}, "sampling": {"top_k": 20}},
         {"train": {"mini_batches": 2, "iterations": 2, "update_per_step": True}},
         {"loss": {"kl_coef": 0.1, "aggregation": "token_mean"}, "advantages": {"scale": "none"}},
+        {"train": {"token_budget": 16}},
     ],
-    ids=["plain", "kept sets", "several updates", "with a reference"],
+    ids=["plain", "kept sets", "several updates", "with a reference", "small packs"],
 )
 def test_an_environment_of_ones_own(tmp_path, changes):
     with small_trainer(tmp_path / "run", changes, environment=Counting, rewards=[]) as trainer:

@@ -100,8 +100,8 @@ class TokenDetails:
     @torch.no_grad()
     def _policy_and_reference(self, batch: Batch, step_recipe: Recipe) -> tuple[TokenLogps, TokenLogps | None]:
         # Not compiled: a pass without gradient would be compiled separately, for a minute that few tokens do not earn.
-        handle, updater = replace(self.updater.handle, compiled=None), self.updater
-        longest = batch.prompt_ids.longest + batch.ids.longest
+        handle, updater, completions = replace(self.updater.handle, compiled=None), self.updater, batch.completions
+        longest = int((batch.prompt_ids.lengths + completions.longest).max())
         # Ranks that share weights cannot repeat a pass, so theirs is small: the update needs many times its memory.
         budget = updater.token_budget // (1 if handle.sharded is None else 4)
 
@@ -114,7 +114,7 @@ class TokenDetails:
             return completion_logps(
                 handle,
                 batch.prompt_ids,
-                batch.completions,
+                completions,
                 temperature=step_recipe.sampling.temperature,
                 kept=batch.kept,
                 with_entropy=with_entropy,

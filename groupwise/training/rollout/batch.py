@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ class TurnFacts(NamedTuple):
 
     tokens: tuple[int, ...]  # sampled in each
     rewards: tuple[float, ...]  # of the environment for each; 0 if it gave none
-    states: tuple[Hashable, ...]  # of the environment before each; None if it did not tell
+    states: tuple[int | None, ...]  # of the environment before each: a number for equal ones of a prompt, if known
 
 
 @dataclass(frozen=True)

@@ -277,17 +277,18 @@ class RolloutCollector:
         return replace(batch, extra=extra, similarity=similarity)
 
     def _generate(self, prompts: list[Prompt], samples: int, sampling: Sampling) -> Rollout:
-        return self._generate_ids([prompt.ids for prompt in prompts], samples, sampling)
+        return self._generate_ids(self.generator, [prompt.ids for prompt in prompts], samples, sampling)
 
     def _generate_ids(
         self,
+        generator: Generator,
         prompts: Sequence[Sequence[int]],
         samples: int | Sequence[int],
         sampling: Sampling,
         keys: Sequence[int] | None = None,
     ) -> Rollout:
         """Sample; if memory runs out, with half as many completions at once, which does not change them."""
-        generator, most = self.generator, samples if isinstance(samples, int) else max(samples)
+        most = samples if isinstance(samples, int) else max(samples)
         options: dict[str, Any] = {"stop": self.stop} if keys is None else {"stop": self.stop, "keys": keys}
 
         def shrink() -> None:
