@@ -105,6 +105,11 @@ class EpisodeSampler:
         self._loop: EventLoop | None = None
         self._idle: list[WatchedEnvironment] = []
 
+    def limit_context(self, length: int) -> None:
+        """End conversations at this number of tokens with the prompt, if there is no smaller limit."""
+        smallest = min(length, self.limits.context_length or length)
+        self.limits = replace(self.limits, context_length=smallest)
+
     @property
     def loop(self) -> EventLoop:
         """The event loop of the conversations, which starts with the first one."""

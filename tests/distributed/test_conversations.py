@@ -44,9 +44,10 @@ CASES: dict[str, dict[str, Any]] = {
         "train": {"mini_batches": 2, "iterations": 2, "resample_rounds": 1},
     },
     "sharded": {"train": {"token_budget": 64}},  # the ranks have different numbers of packs
+    "taught": {"model": {"lora": {"rank": 4}}, "distillation": {"weight": 1.0, "teacher": "tiny"}},
     "pairs": {"algorithm": "pg_grpo", "preference": {"weight": 0.5}},
 }
-SIZES = {"turns": (2, 3), "kept": (3,), "sharded": (2,), "pairs": (3,)}
+SIZES = {"turns": (2, 3), "kept": (3,), "sharded": (2,), "taught": (2,), "pairs": (3,)}
 
 
 class Place:
