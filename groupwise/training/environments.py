@@ -132,8 +132,6 @@ def check_conversations(recipe: Recipe, task: Task) -> None:
         "train.max_staleness": recipe.train.max_staleness > 0,
         "distillation.show": recipe.distillation.show is not None,
         "advantages.grouping 'similarity'": recipe.advantages.grouping == "similarity",
-        "scoring.overlong_buffer": recipe.scoring.overlong_buffer > 0,
-        "scoring.length_penalty": recipe.scoring.length_penalty > 0,
     }
     for name, value in wanted.items():
         if value:

@@ -134,6 +134,17 @@ def test_an_environment_of_ones_own(tmp_path, changes):
     assert max(differences) < 1e-4
 
 
+def test_long_conversations_are_penalised(tmp_path):
+    """All have 3 turns of up to 6 tokens, which is all that the limits allow."""
+    changes = {"train": {"steps": 1}, "scoring": {"overlong_buffer": 4}, "environment": {"max_turns": 3}}
+    with small_trainer(tmp_path / "run", changes, environment=Counting, rewards=[]) as trainer:
+        trainer.run()
+    table = read_rollouts(tmp_path / "run")
+    lengths, penalties = (table.column(name).to_pylist() for name in ("completion_tokens", "reward/overlong"))
+    assert penalties == [-max(0.0, length - 14) / 4 for length in lengths]
+    assert min(penalties) < 0
+
+
 def test_resumed_in_the_middle_of_a_rollout(tmp_path):
     changes = {"train": {"mini_batches": 2, "update_per_step": True}}
     with small_trainer(tmp_path / "a", changes, environment=Counting, rewards=[]) as trainer:

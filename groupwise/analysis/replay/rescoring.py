@@ -309,9 +309,9 @@ class Rescorer:
         for name in (column.name for column in columns if column.name in PENALTIES):
             settings = any(own.get(setting) != changed.get(setting) for setting in PENALTY_SETTINGS[name])
             if name not in values or settings or (name == LENGTH_PENALTY and not known):
-                values[name] = penalty_columns(
-                    [name], total, batch.lengths.tolist(), batch.prompt_of.tolist(), changed
-                )[:, 0]
+                conversations = batch.turn_facts is not None
+                data = (total, batch.lengths.tolist(), batch.prompt_of.tolist(), changed)
+                values[name] = penalty_columns([name], *data, conversations=conversations)[:, 0]
             rewards = torch.cat([rewards, values[name][:, None]], dim=1)
         grouped = changed.advantages.grouping == "similarity"
         if grouped and changed.grouping.skip_single_members:

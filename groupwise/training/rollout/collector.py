@@ -345,7 +345,9 @@ class RolloutCollector:
             total = weighted_total(scores.rewards, weights)
             total = torch.where(scores.dropped, torch.nan, total)
             lengths, prompts = batch.lengths[scored].tolist(), [place // samples for place in scored]
-            columns = penalty_columns(self.penalties, total, lengths, prompts, draw.recipe)
+            columns = penalty_columns(
+                self.penalties, total, lengths, prompts, draw.recipe, conversations=batch.turns is not None
+            )
             scores = replace(scores, rewards=torch.cat([scores.rewards, columns], dim=1))
         rewards = torch.full((len(skipped), scores.rewards.shape[1]), torch.nan, dtype=torch.float64)
         rewards[scored] = scores.rewards
