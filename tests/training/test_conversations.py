@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 
+from groupwise.analysis.replay import rescore
+from groupwise.analysis.run_reader import RunReader
 from groupwise.config import make_recipe
 from groupwise.environments import AssistantTurn, Environment, Reply
-from groupwise.errors import ConfigError, UserCodeError
+from groupwise.errors import CheckpointError, ConfigError, UserCodeError
 from groupwise.tasks import Task
 from groupwise.tasks.game import Game, game_task
 from groupwise.training.evaluation import evaluate_rows
@@ -92,6 +97,62 @@ def test_a_game_is_played_trained_and_recorded(tmp_path):
     for messages, count in zip(conversations(tmp_path / "run"), turns, strict=True):
         assert [message["role"] for message in messages] == (["assistant", "user"] * int(count))[:-1]
     assert table.column("reward/environment").to_pylist() == table.column("reward").to_pylist()
+
+
+def test_what_was_sampled_and_what_was_given_is_recorded(tmp_path):
+    changes = {"run": {"save_tokens_every": 1}, "train": {"steps": 2}, "advantages": {"turn_weight": 1.0}}
+    with game_trainer(tmp_path / "run", changes) as trainer:
+        trainer.run()
+        decode = trainer.components.tokenizer.decode
+    reader = RunReader(tmp_path / "run")
+    rollouts = {(row["prompt_number"], row["sample"]): row for row in reader.rollouts(2)}
+    tokens = reader.tokens(2)
+    assert len(tokens) == 2 * 8
+    for row in tokens:
+        recorded = rollouts[row.prompt_number, row.sample]
+        messages, split = json.loads(recorded["conversation"]), list(zip(row.all_ids, row.sampled, strict=True))
+        assert [token for token, sampled in split if sampled] == row.ids
+        assert (
+            "".join(row.texts)
+            == decode(row.ids, skip_special_tokens=True)
+            == "".join(message["content"] for message in messages if message["role"] == "assistant")
+        )
+        given = [token for token, sampled in split if not sampled]
+        assert decode(given) == "".join(message["content"] for message in messages if message["role"] == "user")
+    for row in rollouts.values():
+        turns = json.loads(row["turn_details"])
+        assert [turn["tokens"] for turn in turns] == [1] * int(row["turns"])
+        assert turns[0]["state"] == 0  # the games of a group start alike
+        assert {*turns[0]} == {"tokens", "reward", "state", "advantage"}
+    assert any(len({turn["advantage"] for turn in json.loads(row["turn_details"])}) > 1 for row in rollouts.values())
+
+
+def test_recorded_conversations_are_scored_again(tmp_path):
+    changes = {"advantages": {"turn_weight": 1.0}, "train": {"steps": 2}, "scoring": {"overlong_buffer": 2}}
+    with game_trainer(tmp_path / "run", changes) as trainer:
+        trainer.run()
+        task = trainer.components.task
+    again = rescore(tmp_path / "run", task=task, settings={"advantages.turn_weight": 0.0})
+    assert again.self_check.passed
+    assert again.total.groups_with_signal.after <= again.total.groups_with_signal.before
+    assert any("advantages.turn_weight" in note for note in again.notes)
+    harder = {"scoring.overlong_buffer": 8, "scoring.overlong_weight": 2.0}
+    changed = {reward.name: reward for reward in rescore(tmp_path / "run", task=task, settings=harder).rewards}
+    lengths = [row["completion_tokens"] for step in (1, 2) for row in RunReader(tmp_path / "run").rollouts(step)]
+    penalties = [2.0 * -max(0, length - 2) / 8 for length in lengths]  # of 10 turns of a token
+    assert changed["overlong"].mean == pytest.approx(sum(penalties) / len(penalties))
+    for column, words in (({"turn_details": ["no json"]}, "cannot be read"), ({}, "has not recorded any")):
+        rewrite_column(tmp_path / "run" / "rollouts" / "step-000001.parquet", "turn_details", column)
+        with pytest.raises((CheckpointError, ConfigError), match=words):
+            rescore(tmp_path / "run", task=task)
+
+
+def rewrite_column(path: Path, name: str, values: dict[str, list[str]]) -> None:
+    """The file with this column of the same value in each row, or without it."""
+    table = pyarrow.parquet.read_table(path).drop_columns(name)
+    for column, (value,) in values.items():
+        table = table.append_column(column, pyarrow.array([value] * len(table)))
+    pyarrow.parquet.write_table(table, path)
 
 
 @pytest.mark.parametrize(

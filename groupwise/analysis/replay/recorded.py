@@ -25,7 +25,8 @@ from groupwise.grouping.labels import LABELS
 from groupwise.redaction import resolve_secrets
 from groupwise.tasks import Task, load_task
 from groupwise.tasks.base import TaskRow
-from groupwise.training.rollout.batch import Batch
+from groupwise.text import error_reason
+from groupwise.training.rollout.batch import TURN_DETAILS, Batch, TurnFacts
 from groupwise.training.rollout.penalties import PENALTIES
 from groupwise.training.store.inputs import hash_rows
 from groupwise.training.store.rollout_files import COLUMNS, ROLLOUTS
@@ -70,12 +71,21 @@ def read_step(reader: RunReader, step: int) -> RecordedStep:
     def column(name: str) -> list[Any]:
         return [sample.get(name) for sample in samples]
 
+    turn_facts = None
+    if TURN_DETAILS in samples[0]:
+        try:
+            turn_facts = [TurnFacts.from_json(text) for text in column(TURN_DETAILS)]
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(
+                f"the rollouts of step {step} in {path} are damaged: the column {TURN_DETAILS} cannot be read "
+                f"({error_reason(error)}). Restore the file from a copy, or leave this step out"
+            ) from error
     names = [name.removeprefix(REWARD) for name in samples[0] if name.startswith(REWARD)]
     lengths, texts = column("completion_tokens"), column("completion")
     numbers: dict[tuple[str, int], int] = {}
     answers = [numbers.setdefault(key, len(numbers)) for key in zip(texts, lengths, strict=True)]
     ids = torch.tensor(answers).repeat_interleave(torch.tensor(lengths))
-    fixed = {*COLUMNS, "pair", *(name for name in samples[0] if name.startswith((REWARD, GRADE)))}
+    fixed = {*COLUMNS, "pair", TURN_DETAILS, *(name for name in samples[0] if name.startswith((REWARD, GRADE)))}
     extra = {name: column(name) for name in samples[0] if name not in fixed}
     firsts = samples[::per_prompt]
     batch = Batch(
@@ -94,6 +104,7 @@ def read_step(reader: RunReader, step: int) -> RecordedStep:
         else torch.zeros(len(samples), 0, dtype=torch.float64),
         dropped=torch.tensor([reason == "dropped" for reason in column("masked_out")]),
         extra=extra,
+        turn_facts=turn_facts,
         similarity=_similarity(extra[LABELS], per_prompt) if LABELS in extra else None,
     )
     return RecordedStep(

@@ -123,6 +123,11 @@ def _notes(recipe: Recipe, changed: Recipe) -> list[str]:
     before, after = recipe.loss.name, changed.loss.name
     if before != after and find_loss(before).token_loss is not find_loss(after).token_loss:
         notes.append(f"of the loss {after!r} only the weights of the samples are shown, not its loss per token")
+    if recipe.advantages.turn_weight or changed.advantages.turn_weight:
+        notes.append(
+            "the advantages shown are those of conversations; what advantages.turn_weight adds to them in single turns "
+            "only decides here whether a conversation contributes"
+        )
     if recipe.train.resample_rounds:
         notes.append("prompts without a learning signal that were replaced (train.resample_rounds) are not recorded")
     if recipe.masks.off_policy or recipe.masks.high_entropy or recipe.masks.divergence:
@@ -169,6 +174,11 @@ class Rescorer:
     def _advantages(
         self, recorded: RecordedStep, batch: Batch, recipe: Recipe, weights: Sequence[float], names: Sequence[str]
     ) -> GroupAdvantages:
+        if recipe.advantages.turn_weight and batch.turn_facts is None:
+            raise ConfigError(
+                f"advantages.turn_weight needs the turns of conversations, but step {recorded.step} has not recorded "
+                "any; leave it out"
+            )
         ranking = recipe.preference.reward
         if ranking is not None:
             check_choice("preference.reward:", ranking, names, ConfigError)

@@ -78,8 +78,10 @@ class TokenDetails:
         if policy.entropy is None:
             raise ValueError("the pass over the policy has no entropy")
         rows = []
-        for number, (ids, text) in enumerate(zip(batch.ids, batch.texts, strict=True)):
+        turns = [None] * len(batch) if batch.turns is None else list(batch.turns)
+        for number, (ids, text, sequence) in enumerate(zip(batch.ids, batch.texts, turns, strict=True)):
             length = len(ids)
+            text = text if sequence is None else _decode(self.tokenizer, ids.tolist())
             rows.append(
                 TokenRow(
                     step=step,
@@ -93,6 +95,8 @@ class TokenDetails:
                     policy_logps=_numbers(policy.logps[number, :length]),
                     entropy=_numbers(policy.entropy[number, :length]),
                     ref_logps=None if reference is None else _numbers(reference.logps[number, :length]),
+                    all_ids=None if sequence is None else sequence.ids.tolist(),
+                    sampled=None if sequence is None else sequence.sampled.tolist(),
                 )
             )
         return rows
