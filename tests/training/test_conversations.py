@@ -18,6 +18,7 @@ from groupwise.analysis.run_reader import RunReader
 from groupwise.config import make_recipe
 from groupwise.environments import AssistantTurn, Environment, Reply
 from groupwise.errors import CheckpointError, ConfigError, UserCodeError
+from groupwise.rewards import named
 from groupwise.tasks import Task
 from groupwise.tasks.game import Game, game_task
 from groupwise.training.evaluation import evaluate_rows
@@ -141,10 +142,40 @@ def test_recorded_conversations_are_scored_again(tmp_path):
     lengths = [row["completion_tokens"] for step in (1, 2) for row in RunReader(tmp_path / "run").rollouts(step)]
     penalties = [2.0 * -max(0, length - 2) / 8 for length in lengths]  # of 10 turns of a token
     assert changed["overlong"].mean == pytest.approx(sum(penalties) / len(penalties))
-    for column, words in (({"turn_details": ["no json"]}, "cannot be read"), ({}, "has not recorded any")):
+    for column, words in (
+        ({"turn_details": ["no json"]}, "conversations cannot be read"),
+        ({}, "has not recorded any"),
+    ):
         rewrite_column(tmp_path / "run" / "rollouts" / "step-000001.parquet", "turn_details", column)
         with pytest.raises((CheckpointError, ConfigError), match=words):
             rescore(tmp_path / "run", task=task)
+
+
+def test_rewards_of_recorded_conversations_are_called_again(tmp_path):
+    """With what they got in the run: messages, the environment's reward and the number of turns."""
+
+    def talk(
+        completions: Sequence[Any],
+        environment_reward: Sequence[float],
+        conversation: Sequence[Any],
+        turns: Sequence[int],
+        **_: Any,
+    ) -> list[float]:
+        assert list(completions) == list(conversation)
+        letters = [sum(len(message["content"]) for message in messages) for messages in conversation]
+        return [
+            reward + count / 10 + turn for reward, count, turn in zip(environment_reward, letters, turns, strict=True)
+        ]
+
+    task = Task("chats", [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS[4:]])
+    changes = {"train": {"steps": 1}, "data": {"chat": None}}
+    options = {"task": task, "environment": Counting, "rewards": [talk]}
+    with small_trainer(tmp_path / "run", changes, **options) as trainer:
+        trainer.run()
+    wanted = [row["reward/talk"] for row in RunReader(tmp_path / "run").rollouts(1)]
+    again = rescore(tmp_path / "run", task=task, rewards=[("environment", 0.0), named(talk, name="again")])
+    assert {reward.name: reward.mean for reward in again.rewards}["again"] == pytest.approx(sum(wanted) / len(wanted))
+    assert len(set(wanted)) > 2
 
 
 def rewrite_column(path: Path, name: str, values: dict[str, list[str]]) -> None:

@@ -299,7 +299,7 @@ class Rescorer:
         dropped = batch.dropped
         called = [column.function for column in columns if column.function is not None]
         if called:
-            scores, failed = self._call(called, batch, recorded.step, changed)
+            scores, failed = self._call(called, batch, recorded, changed)
             values |= {function.name: scores[:, place] for place, function in enumerate(called)}
             recorded_ones = any(column.function is None and column.name not in PENALTIES for column in columns)
             dropped = failed | (dropped if recorded_ones else torch.zeros_like(dropped))
@@ -332,11 +332,15 @@ class Rescorer:
         return replace(batch, rewards=rewards, dropped=dropped)
 
     def _call(
-        self, functions: Sequence[RewardFunction], batch: Batch, step: int, changed: Recipe
+        self, functions: Sequence[RewardFunction], batch: Batch, recorded: RecordedStep, changed: Recipe
     ) -> tuple[Tensor, Tensor]:
         """The rewards ``(B, K)`` of functions that are called again, and which samples they failed on."""
-        batch = self._with_rows(batch)
+        batch, facts = self._with_rows(batch), recorded.facts
         rows = [batch.rows[prompt] for prompt in batch.prompt_of.tolist()]
+        conversations = None
+        if facts is not None:
+            rows = [{**row, **more} for row, more in zip(rows, facts, strict=True)]
+            conversations = [more["conversation"] for more in facts]
         scorer = Scorer(functions, timeout=changed.scoring.timeout, on_error=changed.scoring.on_error)
         places = [
             name_completion(
@@ -346,8 +350,10 @@ class Rescorer:
         ]
         try:
             scores = scorer.score(
-                *reward_inputs(rows, batch.texts, changed.data.prompt),
-                trainer_state=SimpleNamespace(global_step=step - 1, max_steps=0, epoch=0.0, num_input_tokens_seen=0),
+                *reward_inputs(rows, batch.texts, changed.data.prompt, conversations),
+                trainer_state=SimpleNamespace(
+                    global_step=recorded.step - 1, max_steps=0, epoch=0.0, num_input_tokens_seen=0
+                ),
                 places=places,
             )
         except RewardError as error:
