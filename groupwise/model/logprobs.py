@@ -138,7 +138,7 @@ def iter_pack_states(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """For each pack of `iter_packs`, its samples, and what predicts their tokens, sample after sample.
 
-    That are the hidden states ``(tokens, D)`` that enter the head, or on the plain path the logits ``(tokens, V)``.
+    These are the hidden states ``(tokens, D)`` that enter the head, or on the plain path the logits ``(tokens, V)``.
     """
     handle = prepare(model)
     for pack in split_into_packs(handle, prompts, completions, None, token_budget):

@@ -32,9 +32,7 @@ class ExactKL:
 
     handle: ModelHandle
     reference: Reference
-    ref_states: Iterator[
-        tuple[Tensor, Tensor]
-    ]  # of `iter_pack_states` for the same samples; computed when `next` is called
+    ref_states: Iterator[tuple[Tensor, Tensor]]  # `iter_pack_states` of the same samples; computed by `next`
     form: str  # in `EXACT_KL_FACTORS`
     temperature: float
     dropout: bool
