@@ -123,8 +123,9 @@ def run_all(root: str) -> dict[str, list[Ended]]:
     values(fork_ranks(2, lambda: train(folder / "resumed", CASES["turns"], shorter)))
     shutil.rmtree(folder / "resumed" / "model")
     values(fork_ranks(3, lambda: train(folder / "resumed", CASES["turns"], resume=True)))
+    seldom = {"run": {"checkpoint_every": 0}, "evaluate": {"every": 0, "before_training": False}}
     return {
-        "all": fork_ranks(2, lambda: train(folder / "all", environment=LateFailure)),
+        "all": fork_ranks(2, lambda: train(folder / "all", seldom, environment=LateFailure)),
         "one": fork_ranks(2, lambda: train(folder / "one", environment=doubtful)),
     }
 
