@@ -14,6 +14,13 @@ BUILTIN_GENERATORS = {  # as in pyproject.toml
     "engine": "groupwise.generate.engine:make_engine",
     "vllm": "groupwise.integrations.vllm.plugin:make_vllm",
 }
+BUILTIN_TASKS = {  # as in pyproject.toml
+    "rows": "groupwise.tasks.rows:rows_task",
+    "quiz": "groupwise.tasks.quiz:quiz_task",
+    "game": "groupwise.tasks.game:game_task",
+    "gsm8k": "groupwise.tasks.gsm8k:gsm8k_task",
+    "usmle": "groupwise.usmle.task:USMLE",
+}
 
 
 def plugin_names(group: str, builtin: Mapping[str, str]) -> list[str]:

@@ -277,8 +277,8 @@ class RunReader:
     def tokens(self, step: int) -> list[TokenRow]:
         """The completions of a step whose tokens were recorded; errors as in `rollouts`."""
         rows = self._read(TOKENS, step, TokenRow._fields)
-        self._check(TOKENS, step, rows, [name for name in TokenRow._fields if name != "ref_logps"])
-        return [TokenRow(**{"ref_logps": None, **row}) for row in rows]
+        self._check(TOKENS, step, rows, [name for name in TokenRow._fields if name not in TokenRow._field_defaults])
+        return [TokenRow(**row) for row in rows]
 
     def evaluation_answers(self, step: int) -> list[dict[str, Any]]:
         """The held-out completions of an evaluation, one row each; errors as in `rollouts`."""

@@ -169,12 +169,13 @@ class ScoringSection(Section):
     """with train.max_staleness: groups that are scored at once, each in its own thread; 1 for rewards that are not
     thread-safe"""
     overlong_buffer: CountOrZero = 0
-    """soft penalty on the last N tokens before max_new_tokens (DAPO, arXiv 2503.14476); 0 is off"""
+    """soft penalty on the last N tokens before max_new_tokens (DAPO, arXiv 2503.14476); 0 is off. Of a conversation the
+    sampled tokens of all turns count, of at most environment.max_turns × max_new_tokens or environment.max_tokens"""
     overlong_weight: NotNegative = 1.0
     """the penalty of a completion of full length"""
     length_penalty: NotNegative = 0.0
     """penalty on length that grows with the prompt's success rate (ALP, arXiv 2506.05256): that of a completion of
-    max_new_tokens where all completions succeed; 0 is off"""
+    max_new_tokens where all completions succeed; 0 is off. Of a conversation, as for overlong_buffer"""
     success_threshold: Finite = 0.5
     """a completion succeeds if the weighted sum of its rewards is at least this (length_penalty,
     advantages.pass_at_k)"""

@@ -7,6 +7,7 @@ a sentence that says what is wrong and what to write, which an environment may g
 from __future__ import annotations
 
 import ast
+import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -285,9 +286,10 @@ def _python_call(node: ast.AST | None, number: int) -> ToolCall:
         raise CallError("every argument needs its name")
     try:
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+        written = json.dumps(arguments, allow_nan=False)
     except (ValueError, TypeError):
-        raise CallError("an argument is no constant") from None
-    return ToolCall(name, arguments, call_id(number))
+        raise CallError("an argument is no constant, or one that JSON does not have, such as a set") from None
+    return ToolCall(name, json.loads(written), call_id(number))
 
 
 _FENCE = re.compile(r"```(?:json|tool_call)[ \t]*\n(.*?)(```|$)", re.DOTALL)

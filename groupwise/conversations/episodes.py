@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -111,3 +111,12 @@ class Episode:
     def kept(self) -> list[KeptSets]:
         """The token sets of all turns, in order."""
         return [turn.sampled.kept for turn in self.turns if turn.sampled.kept is not None]
+
+
+def state_numbers(episodes: Sequence[Episode]) -> list[list[int | None]]:
+    """A number for the state before each turn, the same for equal states of these episodes; None if it is unknown."""
+    numbers: dict[Hashable, int] = {}
+    return [
+        [None if turn.state is None else numbers.setdefault(turn.state, len(numbers)) for turn in episode.turns]
+        for episode in episodes
+    ]

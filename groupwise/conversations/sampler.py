@@ -22,6 +22,7 @@ import torch
 from groupwise.conversations.episodes import Episode, EpisodeTurn, SampledTokens
 from groupwise.conversations.event_loop import EventLoop
 from groupwise.conversations.formats import TurnFormat
+from groupwise.conversations.sharded import divide_episodes
 from groupwise.environments import (
     AssistantTurn,
     EnvironmentFactory,
@@ -34,11 +35,13 @@ from groupwise.environments import (
 )
 from groupwise.environments.watch import WatchedEnvironment
 from groupwise.errors import InputError, check_integer
-from groupwise.generate.types import Generator, Rollout, Sampling, Stop
+from groupwise.generate.sharded import ShardedGenerator, scaled
+from groupwise.generate.types import Generator, Progress, Rollout, Sampling, Stop
 from groupwise.seeds import derive_seed
 
 Generate = Callable[..., Rollout]
-"""Called as `Generator.generate`, with the contexts, the number of samples of each, the sampling and ``keys``."""
+"""Called with a generator and the arguments of its method: contexts, the number of samples of each, the sampling and
+``keys``."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,11 @@ class EpisodeSampler:
         self._loop: EventLoop | None = None
         self._idle: list[WatchedEnvironment] = []
 
+    def limit_context(self, length: int) -> None:
+        """End conversations at this number of tokens with the prompt, if there is no smaller limit."""
+        smallest = min(length, self.limits.context_length or length)
+        self.limits = replace(self.limits, context_length=smallest)
+
     @property
     def loop(self) -> EventLoop:
         """The event loop of the conversations, which starts with the first one."""
@@ -137,19 +145,28 @@ class EpisodeSampler:
         *,
         stop: Stop | None = None,
         generate: Generate | None = None,
-        progress: Callable[[int, int, int], None] = lambda done, total, tokens: None,
+        progress: Progress = lambda done, total, tokens: None,
     ) -> list[list[Episode]]:
         """``samples`` episodes of each start. ``generate`` replaces the generator's method, to do more around it.
 
         ``progress`` is called after each round with the episodes that are done, their total, and the sampled tokens.
+        With a generator of several ranks, the starts are divided among them, and all of them call this.
         """
         if samples < 1:
             raise InputError(f"samples must be at least 1, got {samples}")
-        if generate is None:
-            generate = partial(generator.generate, stop=stop)
+        if isinstance(generator, ShardedGenerator):
+
+            def sample(inner: Generator, numbers: list[int]) -> list[list[Episode]]:
+                report = scaled(progress, len(starts) / len(numbers))
+                options: dict[str, Any] = {"stop": stop, "generate": generate, "progress": report}
+                return self.sample(inner, [starts[number] for number in numbers], samples, sampling, **options)
+
+            costs = [len(start.prompt_ids) + samples * sampling.max_new_tokens for start in starts]
+            return divide_episodes(generator, costs, sample)
         if self.format.stop_ids is not None and sampling.eos_ids is None:
             sampling = replace(sampling, eos_ids=self.format.stop_ids)
-        session = _Session(self, generate, starts, samples, sampling)
+        sample_turns = partial(generator.generate, stop=stop) if generate is None else partial(generate, generator)
+        session = _Session(self, sample_turns, starts, samples, sampling)
         try:
             return session.run(progress)
         except BaseException:
@@ -163,13 +180,13 @@ class _Session:
     def __init__(
         self,
         sampler: EpisodeSampler,
-        generate: Generate,
+        sample_turns: Callable[..., Rollout],
         starts: Sequence[EpisodeStart],
         samples: int,
         sampling: Sampling,
     ) -> None:
         self.limits, self.format, self.sampler = sampler.limits, sampler.format, sampler
-        self.generate, self.starts, self.samples, self.sampling = generate, starts, samples, sampling
+        self.sample_turns, self.starts, self.samples, self.sampling = sample_turns, starts, samples, sampling
         self.finished: list[list[Episode | None]] = [[None] * samples for _ in starts]
         self.unstarted = [samples] * len(starts)  # first attempts that have not started yet, by group
         self.openings: list[list[_Running]] = [[] for _ in starts]  # first attempts that wait for these
@@ -184,7 +201,7 @@ class _Session:
         self.sampler.loop.advance(closing)
         self.sampler.loop.cancel()
 
-    def run(self, progress: Callable[[int, int, int], None]) -> list[list[Episode]]:
+    def run(self, progress: Progress) -> list[list[Episode]]:
         total = len(self.starts) * self.samples
         started = [self._start(group, number) for group in range(len(self.starts)) for number in range(self.samples)]
         while answers := self.sampler.loop.advance(started):
@@ -282,7 +299,7 @@ class _Session:
             keys.append((key, running.number if together else 0))
         rows = dict(zip(requests, accumulate([0, *(count for _, count in requests.values())]), strict=False))
         ids, counts = zip(*requests.values(), strict=True)
-        rollout = self.generate(ids, counts, sampling, keys=list(requests))
+        rollout = self.sample_turns(ids, counts, sampling, keys=list(requests))
         ends, turns = rollout.lengths.cumsum(0).tolist(), []
         for key, number in keys:
             row = rows[key] + number

@@ -45,7 +45,12 @@ class TokenSequence:
     @property
     def context(self) -> Tensor:
         """The tokens that have to be computed: those before the last sampled one."""
-        return self.ids[: int(self.places[-1])]
+        return self.to_last_sampled[:-1]
+
+    @property
+    def to_last_sampled(self) -> Tensor:
+        """Without what was given after the last sampled token."""
+        return self.ids[: int(self.places[-1]) + 1]
 
 
 def join_segments(segments: Sequence[tuple[Sequence[int] | Tensor, bool]]) -> TokenSequence:

@@ -7,8 +7,8 @@ process. If the weights are sharded, each rank gathers all of them while it samp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -66,19 +66,15 @@ class ShardedGenerator:
     ) -> Rollout:
         counts = [samples] * len(prompts) if isinstance(samples, int) else list(samples)
         keys = range(len(prompts)) if keys is None else keys
-        if self.remote:
-            shares = [list(range(len(prompts))), *([] for _ in range(self.ranks.size - 1))]
-        else:
-            new = sampling.max_new_tokens
-            costs = [len(ids) + count * new for ids, count in zip(prompts, counts, strict=True)]
-            shares = split_by_cost(costs, self.ranks.size)
+        new = sampling.max_new_tokens
+        shares = self.shares([len(ids) + count * new for ids, count in zip(prompts, counts, strict=True)])
         share = shares[self.ranks.rank]
-        self.inner.progress = self._scaled(sum(counts) / max(1, sum(counts[i] for i in share)))
+        report, factor = self.progress, sum(counts) / max(1, sum(counts[i] for i in share))
+        self.inner.progress = None if report is None else scaled(report, factor)
         rollout: Rollout | None = None
-        gathered = nullcontext() if self.weights is None or self.remote else self.weights.gathered()
-        with gathered, self.ranks.stage("sampling"):
+        with self.own() as generator:
             if share:
-                rollout = self.inner.generate(
+                rollout = generator.generate(
                     [prompts[i] for i in share],
                     [counts[i] for i in share],
                     sampling,
@@ -88,12 +84,23 @@ class ShardedGenerator:
         parts = self.ranks.gather(None if rollout is None else _message(rollout))
         return _joined([part for part in parts if part is not None], [share for share in shares if share], counts)
 
-    def _scaled(self, factor: float) -> Progress | None:
-        """Reports this rank's progress as if the other ranks had come as far with their shares."""
-        report = self.progress
-        if report is None:
-            return None
-        return lambda done, total, tokens: report(done * factor, round(total * factor), round(tokens * factor))
+    def shares(self, costs: Sequence[float]) -> list[list[int]]:
+        """The numbers of the prompts that each rank samples."""
+        if self.remote:
+            return [list(range(len(costs))), *([] for _ in range(self.ranks.size - 1))]
+        return split_by_cost(costs, self.ranks.size)
+
+    @contextmanager
+    def own(self) -> Iterator[Generator]:
+        """A stage in which each rank samples with its own generator."""
+        gathered = nullcontext() if self.weights is None or self.remote else self.weights.gathered()
+        with gathered, self.ranks.stage("sampling"):
+            yield self.inner
+
+
+def scaled(report: Progress, factor: float) -> Progress:
+    """Reports a rank's progress as if the other ranks had come as far with their shares."""
+    return lambda done, total, tokens: report(done * factor, round(total * factor), round(tokens * factor))
 
 
 def _message(rollout: Rollout) -> dict[str, Any]:

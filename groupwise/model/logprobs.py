@@ -135,15 +135,15 @@ def _pack_logps(
 
 def iter_pack_states(
     model: Any, prompts: Sequence[Ids], completions: Sequence[Sequence[Completion]], *, token_budget: int | None = None
-) -> Iterator[Tensor]:
-    """For each pack of `iter_packs`, what predicts its tokens, sample after sample.
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each pack of `iter_packs`, its samples, and what predicts their tokens, sample after sample.
 
     These are the hidden states ``(tokens, D)`` that enter the head, or on the plain path the logits ``(tokens, V)``.
     """
     handle = prepare(model)
     for pack in split_into_packs(handle, prompts, completions, None, token_budget):
         states = handle.run(partial(_predicting_states, handle, pack))
-        yield states if len(pack.samples) else states[:0]
+        yield pack.samples, states if len(pack.samples) else states[:0]
 
 
 def _predicting_states(handle: ModelHandle, pack: PackInputs) -> Tensor:

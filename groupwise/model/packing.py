@@ -115,8 +115,7 @@ def pack_members(
 ) -> list[list[int]]:
     """Which samples are computed together with this budget, pack by pack."""
     if has_conversations(completions):
-        packs = split_into_packs(handle, prompts, completions, None, token_budget)
-        return [pack.samples.tolist() for pack in packs if len(pack.samples)]
+        return _plan_trees(handle, prompts, completions, token_budget).samples
     groups = RaggedGroups.of(cast("Sequence[Sequence[Ids]]", completions))
     prompt_ids, sizes = _as_groups(handle, Ragged.of(prompts), groups)
     return [list(pack.samples) for pack in plan_packs(prompt_ids.sizes, sizes, groups.rows.sizes, token_budget)]
@@ -173,6 +172,42 @@ def _split_conversations(
     token_budget: int | None,
 ) -> Iterator[PackInputs]:
     """`split_into_packs` for conversations: what members of a group begin with in common counts once."""
+    trees = _plan_trees(handle, prompts, completions, token_budget)
+    sampled = Ragged.of([sequence.completion for members in trees.sequences for sequence in members])
+    if kept is not None and len(kept) != len(sampled.values):
+        raise InputError(f"{len(kept)} kept sets were given for {len(sampled.values)} sampled tokens")
+    more = 0 if handle.sharded is None else handle.sharded.most(len(trees.packs)) - len(trees.packs)
+    for pack, numbers in zip(trees.packs, trees.samples, strict=True):
+        samples = torch.tensor(numbers)
+        chosen = [[trees.sequences[group][member] for member in members] for group, members in pack.items()]
+        completion_ids = RaggedGroups(sampled.take(samples), [len(members) for members in chosen])
+        sets = None if kept is None else kept.select(sampled.positions(samples)).to(handle.device)
+        yield PackInputs(samples, trees.prompts.take(list(pack)), completion_ids, sets, chosen)
+    yield from [_without_samples()] * more
+
+
+class _TreePlan(NamedTuple):
+    """Conversations divided into packs."""
+
+    prompts: Ragged
+    sequences: list[list[TokenSequence]]  # by prompt
+    packs: list[dict[int, list[int]]]  # by prompt, the members that are computed together
+
+    @property
+    def samples(self) -> list[list[int]]:
+        """The members of each pack, numbered through all prompts."""
+        starts = [0, *accumulate(map(len, self.sequences))]
+        return [
+            [starts[group] + member for group, members in pack.items() for member in members] for pack in self.packs
+        ]
+
+
+def _plan_trees(
+    handle: ModelHandle,
+    prompts: Sequence[Ids],
+    completions: Sequence[Sequence[Completion]],
+    token_budget: int | None,
+) -> _TreePlan:
     if isinstance(completions, TurnGroups):
         sequences = completions.sequences
     else:
@@ -183,18 +218,8 @@ def _split_conversations(
     if handle.fallback_reason:  # every sample is a group of its own
         prompt_ids = prompt_ids.take(all_ids.group_of)
         sequences = [[sequence] for members in sequences for sequence in members]
-    sampled = Ragged.of([sequence.completion for members in sequences for sequence in members])
-    if kept is not None and len(kept) != len(sampled.values):
-        raise InputError(f"{len(kept)} kept sets were given for {len(sampled.values)} sampled tokens")
-    starts = [0, *accumulate(map(len, sequences))]
-    plan = plan_tree_packs(prompt_ids.sizes, [sort_contexts(members) for members in sequences], token_budget)
-    for pack in plan:
-        samples = torch.tensor([starts[group] + member for group, members in pack.items() for member in members])
-        chosen = [[sequences[group][member] for member in members] for group, members in pack.items()]
-        completion_ids = RaggedGroups(sampled.take(samples), [len(members) for members in chosen])
-        sets = None if kept is None else kept.select(sampled.positions(samples)).to(handle.device)
-        yield PackInputs(samples, prompt_ids.take(list(pack)), completion_ids, sets, chosen)
-    yield from [_without_samples()] * (0 if handle.sharded is None else handle.sharded.most(len(plan)) - len(plan))
+    packs = plan_tree_packs(prompt_ids.sizes, [sort_contexts(members) for members in sequences], token_budget)
+    return _TreePlan(prompt_ids, sequences, packs)
 
 
 def _as_sequence(ids: Completion) -> TokenSequence:

@@ -6,20 +6,12 @@ from dataclasses import replace
 
 from groupwise.config import Recipe
 from groupwise.errors import ConfigError
+from groupwise.plugins import BUILTIN_TASKS as TASKS
 from groupwise.plugins import load_plugin
 from groupwise.tasks.base import Grade, Task, TaskDefinition, TaskReport, TaskRow
 from groupwise.user_code import guarded, load_function
 
 __all__ = ["TASKS", "Grade", "Task", "TaskDefinition", "TaskReport", "TaskRow", "find_task", "load_task"]
-
-# The entry points of pyproject.toml, for a source tree that is not installed.
-TASKS = {
-    "rows": "groupwise.tasks.rows:rows_task",
-    "quiz": "groupwise.tasks.quiz:quiz_task",
-    "game": "groupwise.tasks.game:game_task",
-    "gsm8k": "groupwise.tasks.gsm8k:gsm8k_task",
-    "usmle": "groupwise.usmle.task:USMLE",
-}
 
 
 def find_task(name: str) -> TaskDefinition:

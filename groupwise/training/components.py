@@ -208,6 +208,8 @@ def load_components(
             teacher = load_teacher(
                 recipe, model, tokenizer, handle, train.prompts, on_cpu=shards, compile=compile, say=say
             )
+        if episodes is not None and teacher.context_length is not None:
+            episodes.limit_context(teacher.context_length)
     elif training and (distillation.teacher or distillation.server):
         say("there is a teacher, but distillation.weight is 0, so it is not asked")
     stop_strings = [*recipe.sampling.stop, *task.stop]

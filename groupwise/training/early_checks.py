@@ -9,7 +9,7 @@ from groupwise.config import Recipe
 from groupwise.data.read import check_source as check_data_source
 from groupwise.errors import ConfigError, GroupwiseError, check_choice
 from groupwise.model.source import check_source as check_model_source
-from groupwise.plugins import BUILTIN_GENERATORS, GENERATORS, plugin_names
+from groupwise.plugins import BUILTIN_GENERATORS, BUILTIN_TASKS, GENERATORS, plugin_names
 from groupwise.redaction import literal_secrets, resolve_secrets
 from groupwise.training.extras import check_extras, data_sources
 from groupwise.training.store.arrivals import read_arrivals
@@ -34,8 +34,8 @@ def check_names(recipe: Recipe, *, training: bool = True) -> None:
             raise ConfigError(f"distillation.teacher: {error}") from error
     for source in data_sources(recipe, rows=recipe.task in ROW_TASKS):
         check_data_source(source)
-    if ":" not in recipe.task and (tasks := plugin_names("groupwise.tasks", {})):  # none if groupwise is not installed
-        check_choice("task", recipe.task, tasks, ConfigError)
+    if ":" not in recipe.task:
+        check_choice("task", recipe.task, plugin_names("groupwise.tasks", BUILTIN_TASKS), ConfigError)
     generators = plugin_names(GENERATORS, BUILTIN_GENERATORS)
     check_choice("sampling.generator", recipe.sampling.generator, generators, ConfigError)
     if training and recipe.train.replay is not None:

@@ -126,15 +126,12 @@ def limits_of(recipe: Recipe) -> Limits:
     )
 
 
-def check_conversations(recipe: Recipe, task: Task, processes: int) -> None:
+def check_conversations(recipe: Recipe, task: Task) -> None:
     """Raise an error if the recipe wants something that conversations cannot do, or rows have columns of theirs."""
     wanted = {
         "train.max_staleness": recipe.train.max_staleness > 0,
-        "distillation.weight": recipe.distillation.weight > 0,
+        "distillation.show": recipe.distillation.show is not None,
         "advantages.grouping 'similarity'": recipe.advantages.grouping == "similarity",
-        "scoring.overlong_buffer": recipe.scoring.overlong_buffer > 0,
-        "scoring.length_penalty": recipe.scoring.length_penalty > 0,
-        "several processes": processes > 1,
     }
     for name, value in wanted.items():
         if value:

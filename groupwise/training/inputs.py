@@ -74,7 +74,7 @@ def load_inputs(
         say(note)
     surroundings = load_environment(recipe, task, tools=tools, environment=environment)
     if surroundings is not None:
-        check_conversations(recipe, task, 1 if ranks is None else ranks.size)
+        check_conversations(recipe, task)
         rewards = [*surroundings.rewards, *rewards]
     elif recipe.advantages.turn_weight:
         raise ConfigError(

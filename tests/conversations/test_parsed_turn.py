@@ -180,6 +180,8 @@ def test_an_answer_is_no_call(name, text):
         ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>\n{}<｜tool▁call▁end｜>", "no name"),
         ("gemma", "```tool_code\nsearch('Paris')\n```", "every argument needs its name"),
         ("gemma", "```tool_code\nsearch(query=open('x'))\n```", "no constant"),
+        ("gemma", "```tool_code\nsearch(query={1, 2})\n```", "JSON does not have"),
+        ("gemma", "```tool_code\nsearch(query=b'Paris')\n```", "JSON does not have"),
         ("gemma", "```tool_code\nimport os\n```", "only calls"),
         ("gemma", "```tool_code\n(lambda: 1)()\n```", "not the name"),
         ("gemma", "```tool_code\n\n```", "no call in it"),

@@ -53,7 +53,7 @@ def test_log_probs_of_nearly_equal_states_differ_less():
         draw = torch.Generator().manual_seed(seed)
         ids = torch.randint(VOCABULARY, (12, 12), generator=draw)
         with torch.no_grad():
-            (states,) = iter_pack_states(handle, [torch.arange(9)], [list(ids)])
+            ((_, states),) = iter_pack_states(handle, [torch.arange(9)], [list(ids)])
             last_bit = torch.where(torch.rand(states.shape, generator=draw) < 0.1, 1 + 2**-7, 1.0).bfloat16()
             for float32 in squares:
                 one, other = (

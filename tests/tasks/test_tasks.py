@@ -14,6 +14,7 @@ from groupwise.cli import PLUGINS
 from groupwise.config import load_recipe, make_recipe, with_settings
 from groupwise.errors import ConfigError
 from groupwise.tasks import TASKS, Task, find_task, load_task
+from groupwise.training.early_checks import check_names
 
 OWN_TASKS = """
 from pydantic import BaseModel, ConfigDict
@@ -68,6 +69,13 @@ def test_our_entry_points_are_the_same_in_pyproject_and_in_the_code():
 def test_our_tasks_are_found_without_an_installed_package(name, monkeypatch):
     monkeypatch.setattr(plugins, "entry_points", lambda group: [])
     assert callable(find_task(name))
+
+
+def test_our_tasks_are_known_before_the_run_without_an_installed_package(monkeypatch):
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [])
+    check_names(make_recipe({"task": "game", "model": {"source": "tiny"}}))
+    with pytest.raises(ConfigError, match="'gaem'; did you mean 'game'"):
+        check_names(make_recipe({"task": "gaem", "model": {"source": "tiny"}}))
 
 
 def test_a_task_of_another_package(register, own_tasks, monkeypatch):

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 
+from groupwise.analysis.replay import rescore
+from groupwise.analysis.run_reader import RunReader
 from groupwise.config import make_recipe
 from groupwise.environments import AssistantTurn, Environment, Reply
-from groupwise.errors import ConfigError, UserCodeError
+from groupwise.errors import CheckpointError, ConfigError, UserCodeError
+from groupwise.rewards import named
 from groupwise.tasks import Task
 from groupwise.tasks.game import Game, game_task
 from groupwise.training.evaluation import evaluate_rows
@@ -95,6 +101,92 @@ def test_a_game_is_played_trained_and_recorded(tmp_path):
     assert table.column("reward/environment").to_pylist() == table.column("reward").to_pylist()
 
 
+def test_what_was_sampled_and_what_was_given_is_recorded(tmp_path):
+    changes = {"run": {"save_tokens_every": 1}, "train": {"steps": 2}, "advantages": {"turn_weight": 1.0}}
+    with game_trainer(tmp_path / "run", changes) as trainer:
+        trainer.run()
+        decode = trainer.components.tokenizer.decode
+    reader = RunReader(tmp_path / "run")
+    rollouts = {(row["prompt_number"], row["sample"]): row for row in reader.rollouts(2)}
+    tokens = reader.tokens(2)
+    assert len(tokens) == 2 * 8
+    for row in tokens:
+        recorded = rollouts[row.prompt_number, row.sample]
+        messages, split = json.loads(recorded["conversation"]), list(zip(row.all_ids, row.sampled, strict=True))
+        assert [token for token, sampled in split if sampled] == row.ids
+        assert (
+            "".join(row.texts)
+            == decode(row.ids, skip_special_tokens=True)
+            == "".join(message["content"] for message in messages if message["role"] == "assistant")
+        )
+        given = [token for token, sampled in split if not sampled]
+        assert decode(given) == "".join(message["content"] for message in messages if message["role"] == "user")
+    for row in rollouts.values():
+        turns = json.loads(row["turn_details"])
+        assert [turn["tokens"] for turn in turns] == [1] * int(row["turns"])
+        assert turns[0]["state"] == 0  # the games of a group start alike
+        assert {*turns[0]} == {"tokens", "reward", "state", "advantage"}
+    assert any(len({turn["advantage"] for turn in json.loads(row["turn_details"])}) > 1 for row in rollouts.values())
+
+
+def test_recorded_conversations_are_scored_again(tmp_path):
+    changes = {"advantages": {"turn_weight": 1.0}, "train": {"steps": 2}, "scoring": {"overlong_buffer": 2}}
+    with game_trainer(tmp_path / "run", changes) as trainer:
+        trainer.run()
+        task = trainer.components.task
+    again = rescore(tmp_path / "run", task=task, settings={"advantages.turn_weight": 0.0})
+    assert again.self_check.passed
+    assert again.total.groups_with_signal.after <= again.total.groups_with_signal.before
+    assert any("advantages.turn_weight" in note for note in again.notes)
+    harder = {"scoring.overlong_buffer": 8, "scoring.overlong_weight": 2.0}
+    changed = {reward.name: reward for reward in rescore(tmp_path / "run", task=task, settings=harder).rewards}
+    lengths = [row["completion_tokens"] for step in (1, 2) for row in RunReader(tmp_path / "run").rollouts(step)]
+    penalties = [2.0 * -max(0, length - 2) / 8 for length in lengths]  # of 10 turns of a token
+    assert changed["overlong"].mean == pytest.approx(sum(penalties) / len(penalties))
+    for column, words in (
+        ({"turn_details": ["no json"]}, "conversations cannot be read"),
+        ({}, "has not recorded any"),
+    ):
+        rewrite_column(tmp_path / "run" / "rollouts" / "step-000001.parquet", "turn_details", column)
+        with pytest.raises((CheckpointError, ConfigError), match=words):
+            rescore(tmp_path / "run", task=task)
+
+
+def test_rewards_of_recorded_conversations_are_called_again(tmp_path):
+    """With what they got in the run: messages, the environment's reward and the number of turns."""
+
+    def talk(
+        completions: Sequence[Any],
+        environment_reward: Sequence[float],
+        conversation: Sequence[Any],
+        turns: Sequence[int],
+        **_: Any,
+    ) -> list[float]:
+        assert list(completions) == list(conversation)
+        letters = [sum(len(message["content"]) for message in messages) for messages in conversation]
+        return [
+            reward + count / 10 + turn for reward, count, turn in zip(environment_reward, letters, turns, strict=True)
+        ]
+
+    task = Task("chats", [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS[4:]])
+    changes = {"train": {"steps": 1}, "data": {"chat": None}}
+    options = {"task": task, "environment": Counting, "rewards": [talk]}
+    with small_trainer(tmp_path / "run", changes, **options) as trainer:
+        trainer.run()
+    wanted = [row["reward/talk"] for row in RunReader(tmp_path / "run").rollouts(1)]
+    again = rescore(tmp_path / "run", task=task, rewards=[("environment", 0.0), named(talk, name="again")])
+    assert {reward.name: reward.mean for reward in again.rewards}["again"] == pytest.approx(sum(wanted) / len(wanted))
+    assert len(set(wanted)) > 2
+
+
+def rewrite_column(path: Path, name: str, values: dict[str, list[str]]) -> None:
+    """The file with this column of the same value in each row, or without it."""
+    table = pyarrow.parquet.read_table(path).drop_columns(name)
+    for column, (value,) in values.items():
+        table = table.append_column(column, pyarrow.array([value] * len(table)))
+    pyarrow.parquet.write_table(table, path)
+
+
 @pytest.mark.parametrize(
     ("stop", "changes"),
     [
@@ -120,8 +212,9 @@ def test_a_stopped_game_goes_on_as_if_it_had_not_been_stopped(tmp_path, stop, ch
         {"masks": {"keep_sampling_mask": True}, "sampling": {"top_k": 20}},
         {"train": {"mini_batches": 2, "iterations": 2, "update_per_step": True}},
         {"loss": {"kl_coef": 0.1, "aggregation": "token_mean"}, "advantages": {"scale": "none"}},
+        {"train": {"token_budget": 16}},
     ],
-    ids=["plain", "kept sets", "several updates", "with a reference"],
+    ids=["plain", "kept sets", "several updates", "with a reference", "small packs"],
 )
 def test_an_environment_of_ones_own(tmp_path, changes):
     with small_trainer(tmp_path / "run", changes, environment=Counting, rewards=[]) as trainer:
@@ -132,6 +225,17 @@ def test_an_environment_of_ones_own(tmp_path, changes):
     rows = [row for row in metrics_of(tmp_path / "run") if "reward" in row]
     differences = [row["sampler/logp_difference_max"] for row in rows if row["updates"]]
     assert max(differences) < 1e-4
+
+
+def test_long_conversations_are_penalised(tmp_path):
+    """All have 3 turns of up to 6 tokens, which is all that the limits allow."""
+    changes = {"train": {"steps": 1}, "scoring": {"overlong_buffer": 4}, "environment": {"max_turns": 3}}
+    with small_trainer(tmp_path / "run", changes, environment=Counting, rewards=[]) as trainer:
+        trainer.run()
+    table = read_rollouts(tmp_path / "run")
+    lengths, penalties = (table.column(name).to_pylist() for name in ("completion_tokens", "reward/overlong"))
+    assert penalties == [-max(0.0, length - 14) / 4 for length in lengths]
+    assert min(penalties) < 0
 
 
 def test_resumed_in_the_middle_of_a_rollout(tmp_path):

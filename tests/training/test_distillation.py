@@ -19,6 +19,7 @@ from groupwise.training import teacher as loading
 from groupwise.training.early_checks import check_names
 from groupwise.training.preflight import describe_run
 from groupwise.training.store.arrivals import read_arrivals
+from groupwise.training.trainer import Callback
 from tests.distributed.forks import fork_ranks, values
 from tests.training.runs import (
     ROWS,
@@ -32,6 +33,7 @@ from tests.training.runs import (
     small_trainer,
 )
 from tests.training.teacher_server import TeacherProcess
+from tests.training.test_conversations import Counting
 
 ALONE = {"loss": {"policy_coef": 0.0}, "evaluate": {"before_training": False, "every": 0}}
 TWO = {"train": {"steps": 2}}
@@ -174,6 +176,37 @@ def test_two_processes_learn_what_one_does(kl, sharding, tmp_path, folder):
     for one, two in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two"), strict=True):
         for name in ("distillation/kl", "loss", "grad_norm"):
             assert one[name] == pytest.approx(two[name], rel=2e-4, abs=1e-7), (name, one["step"])
+
+
+def test_conversations_end_where_the_teachers_window_does(tmp_path):
+    room, place = 48, tmp_path / "teacher"
+    model = tiny_model(7)
+    model.config.max_position_embeddings = room
+    model.save_pretrained(place)
+    tiny_tokenizer().save_pretrained(place)
+    options = {"environment": Counting, "callbacks": [lengths := ConversationLengths()]}
+    taught(tmp_path / "run", place, {"optimizer": {"learning_rate": 3e-3}, "train": {"steps": 6}}, **options).run()
+    kl, rows = kl_of(tmp_path / "run"), metrics_of(tmp_path / "run")
+    assert kl[-1] < kl[0] / 2
+    assert sum(row.get("episodes/token_limit", 0) for row in rows) > 1
+    assert room - 8 < max(lengths.seen) <= room
+
+
+class ConversationLengths(Callback):
+    """The tokens of all conversations, with their prompts."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_rollout(self, trainer, batch, group_advantages):
+        prompts = batch.prompt_ids.lengths[batch.prompt_of]
+        self.seen += (prompts + batch.turns.ids.lengths).tolist()
+
+
+def test_a_teacher_of_conversations_is_shown_what_the_student_is(tmp_path, folder):
+    shown = {"distillation": {"show": "{prompt} {note}"}}
+    with pytest.raises(ConfigError, match=r"distillation\.show"):
+        taught(tmp_path / "run", folder, shown, task=Task("answers", ANSWERS), environment=Counting)
 
 
 # --- what the teacher is shown ----------------------------------------------------------------------------------------
@@ -388,6 +421,13 @@ def test_a_server_gives_what_its_model_gives(tmp_path, folder, servers):
     for kl in ("sampled", "full"):
         taught(tmp_path / f"{kl}-local", folder, {"distillation": {"kl": kl}}, TWO).run()
         assert kl_of(tmp_path / kl) == pytest.approx(kl_of(tmp_path / f"{kl}-local"), rel=5e-3, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_server_scores_conversations(tmp_path, folder, servers):
+    served(tmp_path / "server", servers.urls["vllm"], SAMPLED, environment=Counting).run()
+    taught(tmp_path / "local", folder, SAMPLED, TWO, environment=Counting).run()
+    assert kl_of(tmp_path / "server") == pytest.approx(kl_of(tmp_path / "local"), rel=5e-3, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ have equal ids if their texts and lengths are equal. Log-probs are not recorded 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,10 @@ from groupwise.grouping.labels import LABELS
 from groupwise.redaction import resolve_secrets
 from groupwise.tasks import Task, load_task
 from groupwise.tasks.base import TaskRow
-from groupwise.training.rollout.batch import Batch
+from groupwise.text import error_reason
+from groupwise.training.environments import REWARD as ENVIRONMENT
+from groupwise.training.environments import REWARD_COLUMNS
+from groupwise.training.rollout.batch import TURN_DETAILS, Batch, TurnFacts
 from groupwise.training.rollout.penalties import PENALTIES
 from groupwise.training.store.inputs import hash_rows
 from groupwise.training.store.rollout_files import COLUMNS, ROLLOUTS
@@ -50,6 +54,7 @@ class RecordedStep:
     masked_out: list[str | None]  # why a sample does not contribute
     pairs: list[str | None]  # "chosen", "rejected" or None
     graded: dict[str, list[bool | None]]  # as far as they are recorded
+    facts: list[dict[str, Any]] | None = None  # what reward functions get of each conversation beside its row
 
 
 def read_step(reader: RunReader, step: int) -> RecordedStep:
@@ -70,12 +75,22 @@ def read_step(reader: RunReader, step: int) -> RecordedStep:
     def column(name: str) -> list[Any]:
         return [sample.get(name) for sample in samples]
 
+    turn_facts = facts = None
+    if TURN_DETAILS in samples[0]:
+        try:
+            turn_facts = [TurnFacts.from_json(text) for text in column(TURN_DETAILS)]
+            facts = [_facts(sample) for sample in samples]
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(
+                f"the rollouts of step {step} in {path} are damaged: their conversations cannot be read "
+                f"({error_reason(error)}). Restore the file from a copy, or leave this step out"
+            ) from error
     names = [name.removeprefix(REWARD) for name in samples[0] if name.startswith(REWARD)]
     lengths, texts = column("completion_tokens"), column("completion")
     numbers: dict[tuple[str, int], int] = {}
     answers = [numbers.setdefault(key, len(numbers)) for key in zip(texts, lengths, strict=True)]
     ids = torch.tensor(answers).repeat_interleave(torch.tensor(lengths))
-    fixed = {*COLUMNS, "pair", *(name for name in samples[0] if name.startswith((REWARD, GRADE)))}
+    fixed = {*COLUMNS, "pair", TURN_DETAILS, *(name for name in samples[0] if name.startswith((REWARD, GRADE)))}
     extra = {name: column(name) for name in samples[0] if name not in fixed}
     firsts = samples[::per_prompt]
     batch = Batch(
@@ -94,6 +109,7 @@ def read_step(reader: RunReader, step: int) -> RecordedStep:
         else torch.zeros(len(samples), 0, dtype=torch.float64),
         dropped=torch.tensor([reason == "dropped" for reason in column("masked_out")]),
         extra=extra,
+        turn_facts=turn_facts,
         similarity=_similarity(extra[LABELS], per_prompt) if LABELS in extra else None,
     )
     return RecordedStep(
@@ -109,7 +125,14 @@ def read_step(reader: RunReader, step: int) -> RecordedStep:
         graded={
             name.removeprefix(GRADE): column(name) for name in samples[0] if name.startswith(GRADE)
         },
+        facts=facts,
     )  # fmt: skip
+
+
+def _facts(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """What reward functions get of a recorded conversation."""
+    values = (sample.get(f"{REWARD}{ENVIRONMENT}"), json.loads(sample["conversation"]), int(sample["turns"]))
+    return dict(zip(REWARD_COLUMNS, values, strict=True))
 
 
 def _numbers(values: Sequence[float | None]) -> Tensor:

@@ -123,6 +123,11 @@ def _notes(recipe: Recipe, changed: Recipe) -> list[str]:
     before, after = recipe.loss.name, changed.loss.name
     if before != after and find_loss(before).token_loss is not find_loss(after).token_loss:
         notes.append(f"of the loss {after!r} only the weights of the samples are shown, not its loss per token")
+    if recipe.advantages.turn_weight or changed.advantages.turn_weight:
+        notes.append(
+            "the advantages shown are those of conversations; what advantages.turn_weight adds to them in single turns "
+            "only decides here whether a conversation contributes"
+        )
     if recipe.train.resample_rounds:
         notes.append("prompts without a learning signal that were replaced (train.resample_rounds) are not recorded")
     if recipe.masks.off_policy or recipe.masks.high_entropy or recipe.masks.divergence:
@@ -169,6 +174,11 @@ class Rescorer:
     def _advantages(
         self, recorded: RecordedStep, batch: Batch, recipe: Recipe, weights: Sequence[float], names: Sequence[str]
     ) -> GroupAdvantages:
+        if recipe.advantages.turn_weight and batch.turn_facts is None:
+            raise ConfigError(
+                f"advantages.turn_weight needs the turns of conversations, but step {recorded.step} has not recorded "
+                "any; leave it out"
+            )
         ranking = recipe.preference.reward
         if ranking is not None:
             check_choice("preference.reward:", ranking, names, ConfigError)
@@ -289,7 +299,7 @@ class Rescorer:
         dropped = batch.dropped
         called = [column.function for column in columns if column.function is not None]
         if called:
-            scores, failed = self._call(called, batch, recorded.step, changed)
+            scores, failed = self._call(called, batch, recorded, changed)
             values |= {function.name: scores[:, place] for place, function in enumerate(called)}
             recorded_ones = any(column.function is None and column.name not in PENALTIES for column in columns)
             dropped = failed | (dropped if recorded_ones else torch.zeros_like(dropped))
@@ -309,9 +319,9 @@ class Rescorer:
         for name in (column.name for column in columns if column.name in PENALTIES):
             settings = any(own.get(setting) != changed.get(setting) for setting in PENALTY_SETTINGS[name])
             if name not in values or settings or (name == LENGTH_PENALTY and not known):
-                values[name] = penalty_columns(
-                    [name], total, batch.lengths.tolist(), batch.prompt_of.tolist(), changed
-                )[:, 0]
+                conversations = batch.turn_facts is not None
+                data = (total, batch.lengths.tolist(), batch.prompt_of.tolist(), changed)
+                values[name] = penalty_columns([name], *data, conversations=conversations)[:, 0]
             rewards = torch.cat([rewards, values[name][:, None]], dim=1)
         grouped = changed.advantages.grouping == "similarity"
         if grouped and changed.grouping.skip_single_members:
@@ -322,11 +332,15 @@ class Rescorer:
         return replace(batch, rewards=rewards, dropped=dropped)
 
     def _call(
-        self, functions: Sequence[RewardFunction], batch: Batch, step: int, changed: Recipe
+        self, functions: Sequence[RewardFunction], batch: Batch, recorded: RecordedStep, changed: Recipe
     ) -> tuple[Tensor, Tensor]:
         """The rewards ``(B, K)`` of functions that are called again, and which samples they failed on."""
-        batch = self._with_rows(batch)
+        batch, facts = self._with_rows(batch), recorded.facts
         rows = [batch.rows[prompt] for prompt in batch.prompt_of.tolist()]
+        conversations = None
+        if facts is not None:
+            rows = [{**row, **more} for row, more in zip(rows, facts, strict=True)]
+            conversations = [more["conversation"] for more in facts]
         scorer = Scorer(functions, timeout=changed.scoring.timeout, on_error=changed.scoring.on_error)
         places = [
             name_completion(
@@ -336,8 +350,10 @@ class Rescorer:
         ]
         try:
             scores = scorer.score(
-                *reward_inputs(rows, batch.texts, changed.data.prompt),
-                trainer_state=SimpleNamespace(global_step=step - 1, max_steps=0, epoch=0.0, num_input_tokens_seen=0),
+                *reward_inputs(rows, batch.texts, changed.data.prompt, conversations),
+                trainer_state=SimpleNamespace(
+                    global_step=recorded.step - 1, max_steps=0, epoch=0.0, num_input_tokens_seen=0
+                ),
                 places=places,
             )
         except RewardError as error:

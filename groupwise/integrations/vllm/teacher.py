@@ -54,6 +54,7 @@ class ServerTeacher:
         self.client = ServerClient(settings.server or "", key, settings.timeout, section="distillation")
         self.wait, self.concurrency, self.say = settings.wait, settings.concurrency, say
         self.model, self.by_id = "", True
+        self.context_length: int | None = None
         self._decode: Callable[[int], str] | None = None  # compares the texts of an echo
 
     def inspect(self, tokenizer: Any, model_name: str, longest: int, *, full: bool, top_k: int) -> None:
@@ -72,8 +73,9 @@ class ServerTeacher:
                 f"the teacher {self._name} has room for {room} tokens, but the longest prompt and its completion take "
                 f"{longest}, and one is generated; start it with --max-model-len {longest + 1}"
             )
+        self.context_length = room - 1 if isinstance(room, int) else None
         probe, special = _probe(tokenizer)
-        size = max(2, room - 1 if isinstance(room, int) else longest)
+        size = max(2, longest if self.context_length is None else self.context_length)
         pieces = [probe[start : start + size] for start in range(0, len(probe), size)]
         self._find_api(pieces[0], top_k if full else 0, full)
         texts = [text for ids in pieces for text in self._texts(ids)]

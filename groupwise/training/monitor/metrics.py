@@ -17,7 +17,7 @@ from groupwise.grouping.labels import LABELS, compute_group_distribution_per_pro
 from groupwise.grouping.text import result_text
 from groupwise.rewards import distinct_n
 from groupwise.training.preference.group_pairs import REASONS
-from groupwise.training.rollout.batch import Batch, GroupAdvantages
+from groupwise.training.rollout.batch import TURN_DETAILS, Batch, GroupAdvantages
 from groupwise.training.rollout.collector import RolloutResult
 from groupwise.training.update.correction import correction_metrics
 from groupwise.training.update.minibatch import MiniBatch
@@ -280,6 +280,11 @@ def rollout_table(
     }
     if group_advantages.pairs is not None:
         table["pair"] = group_advantages.pairs.roles(len(batch))
+    if batch.turn_facts is not None:
+        by_token = group_advantages.token_advantages
+        advantages = [None] * len(batch) if by_token is None else by_token.tolist()
+        facts = zip(batch.turn_facts, advantages, strict=True)
+        table[TURN_DETAILS] = [turns.as_json(of_tokens) for turns, of_tokens in facts]
     return {**table, **{name: values for name, values in batch.extra.items() if name not in table}}
 
 

@@ -78,8 +78,10 @@ class TokenDetails:
         if policy.entropy is None:
             raise ValueError("the pass over the policy has no entropy")
         rows = []
-        for number, (ids, text) in enumerate(zip(batch.ids, batch.texts, strict=True)):
+        turns = [None] * len(batch) if batch.turns is None else list(batch.turns)
+        for number, (ids, text, sequence) in enumerate(zip(batch.ids, batch.texts, turns, strict=True)):
             length = len(ids)
+            text = text if sequence is None else _decode(self.tokenizer, ids.tolist())
             rows.append(
                 TokenRow(
                     step=step,
@@ -93,6 +95,8 @@ class TokenDetails:
                     policy_logps=_numbers(policy.logps[number, :length]),
                     entropy=_numbers(policy.entropy[number, :length]),
                     ref_logps=None if reference is None else _numbers(reference.logps[number, :length]),
+                    all_ids=None if sequence is None else sequence.ids.tolist(),
+                    sampled=None if sequence is None else sequence.sampled.tolist(),
                 )
             )
         return rows
@@ -100,8 +104,8 @@ class TokenDetails:
     @torch.no_grad()
     def _policy_and_reference(self, batch: Batch, step_recipe: Recipe) -> tuple[TokenLogps, TokenLogps | None]:
         # Not compiled: a pass without gradient would be compiled separately, for a minute that few tokens do not earn.
-        handle, updater = replace(self.updater.handle, compiled=None), self.updater
-        longest = batch.prompt_ids.longest + batch.ids.longest
+        handle, updater, completions = replace(self.updater.handle, compiled=None), self.updater, batch.completions
+        longest = int((batch.prompt_ids.lengths + completions.longest).max())
         # Ranks that share weights cannot repeat a pass, so theirs is small: the update needs many times its memory.
         budget = updater.token_budget // (1 if handle.sharded is None else 4)
 
@@ -114,7 +118,7 @@ class TokenDetails:
             return completion_logps(
                 handle,
                 batch.prompt_ids,
-                batch.completions,
+                completions,
                 temperature=step_recipe.sampling.temperature,
                 kept=batch.kept,
                 with_entropy=with_entropy,

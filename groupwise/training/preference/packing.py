@@ -73,7 +73,7 @@ def plan_pair_layout(
     part, own = share.minibatch, share.minibatch.pairs
     sampled, dataset = own.rows, torch.arange(2 * len(own.dataset.pairs)).view(-1, 2)
     coupled = bool(BATCH_KINDS.intersection(step_recipe.preference.kinds)) or not (
-        _unsplit(sampled, pack_members(handle, part.prompts, part.completions, token_budget))
+        (not len(sampled) or _unsplit(sampled, pack_members(handle, part.prompts, part.completions, token_budget)))
         and _unsplit(dataset, pack_members(handle, *pair_completions(own.dataset.pairs), token_budget))
     )
     count, of_samples, of_dataset = len(pairs.rows), None, None

@@ -178,7 +178,11 @@ def _with_turns(result: GroupAdvantages, batch: Batch, step_recipe: Recipe) -> R
     rewards.values[rewards.lengths.cumsum(0) - 1] += result.rewards
     turns = turn_advantages(
         discounted_returns(rewards, settings.turn_discount),
-        [state for one in facts for state in one.states],
+        [
+            None if state is None else (prompt, state)
+            for prompt, one in zip(batch.prompt_of.tolist(), facts, strict=True)
+            for state in one.states
+        ],
         result.groups,
         scale="none" if settings.scale == "none" else "group",
         eps=settings.eps,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from groupwise.training.preference.group_pairs import GroupPairs
 PROMPT_LISTS = ("rows", "row_numbers", "prompts")  # the lists of a batch with an entry per prompt
 SAMPLE_LISTS = ("texts", "stop_reasons")  # and per sample
 TOKEN_ROWS = ("ids", "sampler_logps", "versions")  # ragged, with a value per sampled token
+TURN_DETAILS = "turn_details"  # the column of a rollout file with the turns of a conversation
 
 
 class TurnFacts(NamedTuple):
@@ -28,7 +31,23 @@ class TurnFacts(NamedTuple):
 
     tokens: tuple[int, ...]  # sampled in each
     rewards: tuple[float, ...]  # of the environment for each; 0 if it gave none
-    states: tuple[Hashable, ...]  # of the environment before each; None if it did not tell
+    states: tuple[int | None, ...]  # of the environment before each: a number for equal ones of a prompt, if known
+
+    def as_json(self, advantages: Sequence[float] | None = None) -> str:
+        """A table per turn, with the advantages of its tokens, if they have their own."""
+        turns = [
+            {"tokens": tokens, "reward": reward, "state": state} for tokens, reward, state in zip(*self, strict=True)
+        ]
+        if advantages is not None:
+            firsts = [0, *accumulate(self.tokens)]
+            turns = [{**turn, "advantage": advantages[first]} for turn, first in zip(turns, firsts, strict=False)]
+        return json.dumps(turns)
+
+    @classmethod
+    def from_json(cls, text: str) -> TurnFacts:
+        """The turns of `as_json`; a ValueError, TypeError or KeyError if the text is damaged."""
+        turns = json.loads(text)
+        return cls(*(tuple(turn[name] for turn in turns) for name in ("tokens", "reward", "state")))
 
 
 @dataclass(frozen=True)

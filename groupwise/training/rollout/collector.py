@@ -277,17 +277,18 @@ class RolloutCollector:
         return replace(batch, extra=extra, similarity=similarity)
 
     def _generate(self, prompts: list[Prompt], samples: int, sampling: Sampling) -> Rollout:
-        return self._generate_ids([prompt.ids for prompt in prompts], samples, sampling)
+        return self._generate_ids(self.generator, [prompt.ids for prompt in prompts], samples, sampling)
 
     def _generate_ids(
         self,
+        generator: Generator,
         prompts: Sequence[Sequence[int]],
         samples: int | Sequence[int],
         sampling: Sampling,
         keys: Sequence[int] | None = None,
     ) -> Rollout:
         """Sample; if memory runs out, with half as many completions at once, which does not change them."""
-        generator, most = self.generator, samples if isinstance(samples, int) else max(samples)
+        most = samples if isinstance(samples, int) else max(samples)
         options: dict[str, Any] = {"stop": self.stop} if keys is None else {"stop": self.stop, "keys": keys}
 
         def shrink() -> None:
@@ -344,7 +345,9 @@ class RolloutCollector:
             total = weighted_total(scores.rewards, weights)
             total = torch.where(scores.dropped, torch.nan, total)
             lengths, prompts = batch.lengths[scored].tolist(), [place // samples for place in scored]
-            columns = penalty_columns(self.penalties, total, lengths, prompts, draw.recipe)
+            columns = penalty_columns(
+                self.penalties, total, lengths, prompts, draw.recipe, conversations=batch.turns is not None
+            )
             scores = replace(scores, rewards=torch.cat([scores.rewards, columns], dim=1))
         rewards = torch.full((len(skipped), scores.rewards.shape[1]), torch.nan, dtype=torch.float64)
         rewards[scored] = scores.rewards

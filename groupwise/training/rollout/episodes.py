@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from groupwise.conversations import OUTCOMES, Episode, EpisodeSampler, EpisodeStart, share_prompt
+from groupwise.conversations.episodes import state_numbers
 from groupwise.conversations.sampler import Generate
 from groupwise.core.filters import KeptSets
 from groupwise.core.ragged import Ragged
@@ -91,10 +92,12 @@ def without_failed(groups: Sequence[Sequence[Episode]]) -> tuple[list[int], list
     kept = [number for number, reason in enumerate(reasons) if reason is None]
     failures = [reason for reason in reasons if reason is not None]
     if groups and not kept:
-        raise UserCodeError(
+        error = UserCodeError(
             f"the environment failed in every group of this step ({len(groups)}), and in each again after a fresh "
             f"start: {failures[0]}"
         )
+        error.on_all_ranks = True  # they have the same groups
+        raise error
     return kept, failures
 
 
@@ -130,17 +133,21 @@ def batch_of_episodes(
         dropped=torch.zeros(len(episodes), dtype=torch.bool),
         filtered_probability=filtered_probability(logps.padded(), filtered.padded(), ids.mask) if keep_sets else None,
         turns=Turns.of([episode.sequence for episode in episodes]),
-        turn_facts=[_turn_facts(episode) for episode in episodes],
+        turn_facts=[facts for members in groups for facts in _turn_facts(members)],
         extra=_columns(episodes),
     )
 
 
-def _turn_facts(episode: Episode) -> TurnFacts:
-    return TurnFacts(
-        tuple(len(turn.sampled.ids) for turn in episode.turns),
-        tuple(turn.reward or 0.0 for turn in episode.turns),
-        tuple(turn.state for turn in episode.turns),
-    )
+def _turn_facts(episodes: Sequence[Episode]) -> list[TurnFacts]:
+    """The turns of a group's conversations."""
+    return [
+        TurnFacts(
+            tuple(len(turn.sampled.ids) for turn in episode.turns),
+            tuple(turn.reward or 0.0 for turn in episode.turns),
+            tuple(states),
+        )
+        for episode, states in zip(episodes, state_numbers(episodes), strict=True)
+    ]
 
 
 def _prompt(tokenizer: Any, prompt: Prompt, episode: Episode) -> Prompt:

@@ -14,13 +14,14 @@ TOKENS, EVALUATIONS = "tokens", "evaluations"
 
 
 class TokenRow(NamedTuple):
-    """A completion with its tokens; the lists have an entry per token."""
+    """A completion with its tokens; the lists have an entry per sampled token, except the last two."""
 
     step: int
     prompt_number: int
     row: int
     sample: int
     completion: str
+    """its text; of a conversation the text of its sampled tokens"""
     ids: list[int]
     ends: list[int]
     """where each token's text ends in ``completion``, in characters; a special token has no text"""
@@ -30,8 +31,12 @@ class TokenRow(NamedTuple):
     """of the policy before the step's update, at the temperature of sampling"""
     entropy: list[float]
     """of the policy's distribution at each token, in nats"""
-    ref_logps: list[float] | None
+    ref_logps: list[float] | None = None
     """of the reference; None without one"""
+    all_ids: list[int] | None = None
+    """of a conversation: all tokens after the prompt, those of tools and the environment included"""
+    sampled: list[bool] | None = None
+    """which of these the model sampled"""
 
     @property
     def texts(self) -> list[str]:
@@ -47,7 +52,8 @@ def write_tokens(folder: Path, step: int, rows: Sequence[TokenRow]) -> None:
     kinds = {
         **dict.fromkeys(("step", "prompt_number", "row", "sample"), pyarrow.int64()),
         "completion": pyarrow.string(),
-        **dict.fromkeys(("ids", "ends"), pyarrow.list_(pyarrow.int32())),
+        **dict.fromkeys(("ids", "ends", "all_ids"), pyarrow.list_(pyarrow.int32())),
+        "sampled": pyarrow.list_(pyarrow.bool_()),
         **dict.fromkeys(("sampler_logps", "policy_logps", "entropy", "ref_logps"), pyarrow.list_(pyarrow.float32())),
     }
     columns = {name: pyarrow.array([getattr(row, name) for row in rows], kinds[name]) for name in TokenRow._fields}

@@ -32,7 +32,7 @@ class ExactKL:
 
     handle: ModelHandle
     reference: Reference
-    ref_states: Iterator[Tensor]  # of `iter_pack_states` for the same samples; computed when `next` is called
+    ref_states: Iterator[tuple[Tensor, Tensor]]  # `iter_pack_states` of the same samples; computed by `next`
     form: str  # in `EXACT_KL_FACTORS`
     temperature: float
     dropout: bool
@@ -41,7 +41,7 @@ class ExactKL:
         """The penalty, with gradient, and KL(π_θ ‖ π_ref) itself ``(b, T)`` of the next pack; states: the policy's."""
         model = self.handle.model
         with torch.no_grad(), self.reference.in_place(), eval_mode(model) if self.dropout else nullcontext():
-            ref_states = next(self.ref_states)
+            _, ref_states = next(self.ref_states)
         factor, head = EXACT_KL_FACTORS[self.form], self.handle.head
         ref_head = None if head is None else (self._reference_of(head.weight), self._reference_of(head.bias))
         penalty = self.handle.run(partial(self._kl, states, ref_states, ref_head, factor))

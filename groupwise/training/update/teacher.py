@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.core.distillation import NextTokens, reverse_kl, top_k_reverse_kl
 from groupwise.core.ragged import Ragged, RaggedGroups
+from groupwise.core.sequences import TurnGroups
 from groupwise.distributed.fsdp import full
 from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ConfigError
@@ -37,9 +38,13 @@ class ServerLogps(NamedTuple):
 
 
 class TeacherServer(Protocol):
-    """A teacher that is asked over the network. model: the name of its model."""
+    """A teacher that is asked over the network.
+
+    model: the name of its model. context_length: how many tokens it can be asked about at once, if it says that.
+    """
 
     model: str
+    context_length: int | None
 
     def score(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Tensor]], top_k: int
@@ -73,6 +78,12 @@ class Teacher:
     handle: ModelHandle | None = None  # of its own model
     adapted: Any = None
     server: TeacherServer | None = None
+
+    @property
+    def context_length(self) -> int | None:
+        """The tokens that it can read at once; None if that is not known, or the policy's."""
+        source = self.server or self.handle
+        return None if source is None else source.context_length
 
     @contextmanager
     def in_place(self, model: Any, reference: Reference | None, dropout: bool) -> Iterator[None]:
@@ -136,11 +147,16 @@ class TeacherKL:
 
     def _teacher_tokens(self, rows: Tensor) -> NextTokens:
         handle = self.teacher.handle or self.handle
-        groups, completions = RaggedGroups.by_row(self.completions.rows.take(rows), self.completions.group_of[rows])
-        prompts = self.prompts.take(groups)
+        groups, sizes = torch.unique_consecutive(self.completions.group_of[rows], return_counts=True)
+        prompts, completions = self.prompts.take(groups), self.completions.choose(rows, sizes)
         with torch.no_grad(), self.teacher.in_place(self.handle.model, self.reference, self.dropout):
-            packs = list(iter_pack_states(handle, prompts, completions, token_budget=self.token_budget))
-            return self.teacher.next_tokens(handle, torch.cat(packs), self.reference)
+            packs = iter_pack_states(handle, prompts, completions, token_budget=self.token_budget)
+            samples, parts = zip(*packs, strict=True)
+            states, order = torch.cat(parts), torch.cat(samples)
+            if bool((order.diff() < 0).any()):  # conversations are packed in an order of their own
+                places = Ragged(torch.arange(len(states)), completions.rows.lengths[order])
+                states = states[places.take(order.argsort()).values.to(states.device)]
+            return self.teacher.next_tokens(handle, states, self.reference)
 
     def _full_kl(self, states: Tensor, teacher: NextTokens) -> tuple[Tensor, Tensor]:
         return reverse_kl(self._student(states), teacher, temperature=self.temperature)
@@ -165,8 +181,15 @@ def ask_server(
     """What the server says about all completions, on every rank; each asks for its share of the prompts."""
 
     def work(numbers: list[int]) -> list[list[list[Tensor]]]:
-        answers = server.score(prompts.take(numbers).tolist(), completions.take(numbers), top_k)
-        return [[list(answer) for answer in members] for members in answers]
+        asked, part = prompts.take(numbers).tolist(), completions.take(numbers)
+        if not isinstance(part, TurnGroups):
+            return [[list(answer) for answer in members] for members in server.score(asked, part, top_k)]
+        groups = part.sequences
+        answers = server.score(asked, [[sequence.to_last_sampled for sequence in members] for members in groups], top_k)
+        return [
+            [[values[sequence.places] for values in answer] for sequence, answer in zip(*pair, strict=True)]
+            for pair in zip(groups, answers, strict=True)
+        ]
 
     costs = (prompts.lengths * completions.sizes + completions.totals).tolist()
     answers = ranks.divide("asking the teacher", costs, work)

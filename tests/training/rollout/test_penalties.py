@@ -40,6 +40,17 @@ def test_the_length_penalty_by_hand():
     assert penalty_columns(["overlong"], rewards[:0], [], [], recipe).shape == (0, 1)
 
 
+def test_the_length_of_a_conversation_by_hand():
+    """3 turns of 8 tokens, but 20 with what was given: no penalty up to 16 sampled tokens, then −1/4 for each."""
+    settings = {"scoring.overlong_buffer": 4, "scoring.length_penalty": 1.0, "environment.max_turns": 3}
+    rewards, names = torch.tensor([1.0] * 3, dtype=torch.float64), ["overlong", "adaptive_length_penalty"]
+    for limit, most in (({}, 24), ({"environment.max_tokens": 20}, 20), ({"environment.max_tokens": 90}, 24)):
+        recipe, lengths = short_recipe({**settings, **limit}), [most - 4, most - 3, most]
+        result = penalty_columns(names, rewards, lengths, [0] * 3, recipe, conversations=True)
+        assert result[:, 0].tolist() == [0.0, -0.25, -1.0]
+        assert result[:, 1].tolist() == pytest.approx([-length / most for length in lengths])
+
+
 def test_penalties_of_a_schedule_have_a_column_from_the_start():
     recipe = short_recipe({})
     assert penalty_names(recipe) == []

@@ -25,11 +25,11 @@ from tests.training.factories import (
 )
 
 FACTS = [
-    TurnFacts((2, 1), (0.0, 0.0), ("start", "left")),
-    TurnFacts((1, 2), (0.5, 0.0), ("start", "right")),
-    TurnFacts((2, 1), (0.0, 0.0), ("start", "left")),
-    TurnFacts((3,), (0.0,), ("start",)),
-    TurnFacts((1, 1, 1), (0.0, 0.0, 0.0), ("start", None, "left")),
+    TurnFacts((2, 1), (0.0, 0.0), (0, 1)),
+    TurnFacts((1, 2), (0.5, 0.0), (0, 2)),
+    TurnFacts((2, 1), (0.0, 0.0), (0, 1)),
+    TurnFacts((3,), (0.0,), (0,)),
+    TurnFacts((1, 1, 1), (0.0, 0.0, 0.0), (0, None, 1)),
     TurnFacts((1,), (0.0,), (None,)),
 ]
 SETTINGS = {"advantages.turn_weight": 0.5, "advantages.turn_discount": 0.9, "advantages.scale": "none"}
@@ -70,6 +70,17 @@ def test_by_hand():
     assert result.token_advantages[3].tolist() == pytest.approx([second[0] + 0.5 * at_start[0]] * 3, abs=1e-6)
     assert result.token_advantages[4].tolist() == pytest.approx([second[1] + 0.5 * at_start[1], 0.0, 0.0], abs=1e-6)
     assert result.token_advantages[5].tolist() == pytest.approx([-1.0])
+
+
+def test_states_of_different_prompts_are_not_compared():
+    batch = with_turns()
+    apart = compute_group_advantages(batch, short_recipe(SETTINGS), [1.0])
+    together = compute_group_advantages(batch, short_recipe(SETTINGS), [1.0], grouping=lambda batch: [0] * 6)
+    assert apart.token_advantages is not None
+    assert together.token_advantages is not None
+    # The baseline of a conversation is another one, its turns are compared with the same ones.
+    moved = (together.advantages - apart.advantages).repeat_interleave(batch.lengths)
+    torch.testing.assert_close(together.token_advantages.values, apart.token_advantages.values + moved)
 
 
 def test_without_the_weight_nothing_changes():

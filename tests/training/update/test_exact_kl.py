@@ -192,7 +192,7 @@ def test_the_states_of_each_pack_belong_to_its_log_probs():
     prompts = [prompt.ids for prompt in batch.prompts]
     completions = [batch.ids[4 * n : 4 * n + 4] for n in range(4)]
     packs = list(iter_packs(handle, prompts, completions, with_states=True, token_budget=30))
-    states = list(iter_pack_states(handle, prompts, completions, token_budget=30))
+    states = [states for _, states in iter_pack_states(handle, prompts, completions, token_budget=30)]
     assert len(packs) == len(states) > 1
     for (_, pack), pack_states in zip(packs, states, strict=True):
         assert torch.equal(pack.states, pack_states)

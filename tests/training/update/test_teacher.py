@@ -14,6 +14,7 @@ from groupwise.config import with_settings
 from groupwise.core import distillation, logps
 from groupwise.core.aggregation import aggregate
 from groupwise.core.ragged import Ragged, RaggedGroups
+from groupwise.core.sequences import Turns, join_segments
 from groupwise.data import Prompt
 from groupwise.errors import ConfigError
 from groupwise.model import LoraSettings
@@ -27,6 +28,7 @@ from tests.model.models import SIZE, exact
 from tests.training.factories import (
     BUDGETS,
     PROMPTS,
+    VOCABULARY,
     assert_same,
     check_update,
     last_gradient,
@@ -64,16 +66,31 @@ def shown_batch(shown):
     return replace(batch, prompts=longer)
 
 
+def conversation_batch():
+    """A batch of conversations: given tokens before, within and after the sampled ones, some of them alike."""
+    batch = make_batch()
+    generator = torch.Generator().manual_seed(7)
+    sequences = []
+    for number, ids in enumerate(batch.ids):
+        cut, opening = len(ids) // 2, 2 * (number % 3 == 0)
+        parts = [(torch.arange(opening), False), (ids[:cut], True)]
+        parts.append((torch.randint(VOCABULARY, (1 + number % 3,), generator=generator), False))
+        sequences.append(join_segments([*parts, (ids[cut:], True), (torch.arange(number % 2), False)]))
+    return replace(batch, turns=Turns.of(sequences))
+
+
 def naive_logits(model, batch, *, teacher):
-    """Each sample on its own through the unmodified model: the logits of its tokens, stacked."""
+    """Each sample on its own through the unmodified model: the logits of its sampled tokens, stacked."""
     rows = []
+    turns = None if batch.turns is None else list(batch.turns)
     for prompt in PROMPTS:
         own = batch.prompts[prompt]
         ids = torch.tensor((own.teacher_ids or own.ids) if teacher else own.ids)
-        for sample in range(batch.samples):
-            completion = batch.ids[prompt * batch.samples + sample]
+        for sample in range(prompt * batch.samples, (prompt + 1) * batch.samples):
+            completion = batch.ids[sample] if turns is None else turns[sample].ids
+            sampled = torch.ones(len(completion), dtype=torch.bool) if turns is None else turns[sample].sampled
             logits = model(input_ids=torch.cat([ids, completion])[None]).logits[0]
-            rows.append(logits[len(ids) - 1 : -1] / TEMPERATURE)
+            rows.append(logits[len(ids) - 1 : -1][sampled] / TEMPERATURE)
     return torch.cat(rows)
 
 
@@ -104,10 +121,10 @@ def naive_value(model, teacher_logits, batch, recipe, old=None):
 
 
 def check_against_naive(
-    settings, teacher, teacher_model=None, *, shown=False, budgets=(40,), used_again=False, **options
+    settings, teacher, teacher_model=None, *, shown=False, batch=None, budgets=(40,), used_again=False, **options
 ):
     """``teacher_model``: gives the teacher's logits, by default the policy before it moved."""
-    recipe, batch = short_recipe({**BASE, **settings}), shown_batch(shown)
+    recipe, batch = short_recipe({**BASE, **settings}), batch or shown_batch(shown)
     updater = make_updater(recipe, reference=True, teacher=teacher, **options)
     model = updater.handle.model
     group_advantages = compute_group_advantages(batch, recipe, [1.0])
@@ -157,6 +174,19 @@ def test_distillation_alone_used_again(kl):
     model = other_llama()
     settings = {"distillation.kl": kl, "loss.policy_coef": 0.0}
     check_against_naive(settings, own_teacher(model), lambda _: model, used_again=True)
+
+
+@KL
+@pytest.mark.parametrize("plain", [None, "student", pytest.param("teacher", marks=pytest.mark.slow)])
+def test_conversations(kl, plain):
+    """Only sampled tokens are in the term; the given ones are the teacher's context, too."""
+    model = other_llama()
+    teacher = Teacher("other", "own", handle=prepare(model, plain=plain == "teacher"))
+    settings = {"distillation.kl": kl, "loss.policy_coef": 0.0}
+    options = {"model": prepare(small_llama(), plain=True)} if plain == "student" else {}
+    check_against_naive(
+        settings, teacher, lambda _: model, batch=conversation_batch(), budgets=BUDGETS, used_again=True, **options
+    )
 
 
 @pytest.mark.slow
@@ -301,6 +331,8 @@ def test_an_update_keeps_no_logits(teacher, monkeypatch):
 class ModelServer:
     """A model in this process that answers as a server does."""
 
+    context_length = None
+
     def __init__(self, model):
         self.model = model
 
@@ -319,15 +351,14 @@ class ModelServer:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shown", [False, True])
-def test_the_log_probs_of_a_server(shown):
+@pytest.mark.parametrize("batch", [shown_batch(False), shown_batch(True), conversation_batch()])
+def test_the_log_probs_of_a_server(batch):
     """All tokens but one, so that the rest is that token: the exact KL."""
     model = other_llama()
     teacher = Teacher("http://x", "own", server=ModelServer(model))
     server = {"distillation.teacher": None, "distillation.server": "http://x", "sampling.temperature": 1.0}
     for kl in ("full", "sampled"):
         recipe = short_recipe({**BASE, **server, "distillation.kl": kl, "distillation.top_k": SIZE["vocab_size"] - 2})
-        batch = shown_batch(shown)
         updater = make_updater(recipe, teacher=teacher, budget=40)
         minibatch = build_minibatch(batch, compute_group_advantages(batch, recipe, [1.0]), PROMPTS, recipe)
         updater.precompute_logps(minibatch, recipe, old=False)
