@@ -183,7 +183,7 @@ def same_message(one: Message, other: Message) -> bool:
     """Whether two messages say the same; clients may trim what the assistant said."""
     if one["role"] == other["role"] == "assistant":
         one, other = ({**message, "content": message["content"].strip()} for message in (one, other))
-    return one == other
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)  # NaN is the same there
 
 
 def assistant_message(said: AssistantTurn) -> Message:

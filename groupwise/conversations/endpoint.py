@@ -68,6 +68,16 @@ class ChatEndpoint:
             self._server.add_done_callback(lambda server: server.result().close())
             self._server = None
 
+    async def ask(self, key: str, body: Any) -> dict[str, Any]:
+        """The answer to a request of the conversation with this key; raises RequestRefused."""
+        return await self._conversation(key).ask(body)
+
+    def _conversation(self, key: str) -> Asked:
+        if key not in self._conversations:
+            what = "the API key is of no conversation that goes on; use model.api_key of the rollout function's model"
+            raise RequestRefused(what, "invalid_api_key", 401)
+        return self._conversations[key]
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one request, whatever it is."""
         try:
@@ -89,10 +99,7 @@ class ChatEndpoint:
 
     async def _respond(self, request: HttpRequest, reader: asyncio.StreamReader) -> bytes:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        conversation = self._conversations.get(key.strip()) if scheme.lower() == "bearer" else None
-        if conversation is None:
-            what = "the API key is of no conversation that goes on; use model.api_key of the rollout function's model"
-            raise RequestRefused(what, "invalid_api_key", 401)
+        conversation = self._conversation(key.strip() if scheme.lower() == "bearer" else "")
         if (request.method, request.path) == ("GET", MODELS):
             entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "groupwise"}
             return _json_response({"object": "list", "data": [entry]})

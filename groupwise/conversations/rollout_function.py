@@ -43,9 +43,9 @@ class RolloutModel:
 
     name = MODEL
 
-    def __init__(self, conversation: RolloutConversation, base_url: str, api_key: str, seed: int) -> None:
+    def __init__(self, endpoint: ChatEndpoint, base_url: str, api_key: str, seed: int) -> None:
         self.base_url, self.api_key, self.seed = base_url, api_key, seed
-        self._ask, self._loop = conversation.ask, asyncio.get_running_loop()
+        self._endpoint, self._loop = endpoint, asyncio.get_running_loop()
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Schema] | None = None, **parameters: Any
@@ -55,7 +55,8 @@ class RolloutModel:
         Raises `RequestRefused` for a request that cannot be answered.
         """
         body = {"messages": messages, "tools": tools, **parameters}
-        answer = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._ask(body), self._loop))
+        asked = self._endpoint.ask(self.api_key, body)  # by the key, too: it ends with the conversation
+        answer = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, self._loop))
         message: dict[str, Any] = answer["choices"][0]["message"]
         return message
 
@@ -139,8 +140,11 @@ class RolloutConversation:
         self._asked = None
         self._outcome, self._refusal = "done", ""  # the limit at which the last request was refused
         self._value: Any = None
-        base_url, self._key = await self.rollout.endpoint.add(self)
-        model = RolloutModel(self, base_url, self._key, seed)
+        try:
+            base_url, self._key = await self.rollout.endpoint.add(self)
+        except OSError as error:
+            raise EnvironmentFailed(f"has no local endpoint: {error_reason(error)}", self._where) from error
+        model = RolloutModel(self.rollout.endpoint, base_url, self._key, seed)
         self._call = LongCall(self.rollout.function, model, row, name=f"groupwise-{self.name}")
         return await self._next(self._call, self.rollout.limits.environment.wait_seconds)
 

@@ -103,6 +103,8 @@ def test_messages_are_read_as_templates_take_them():
 
 def test_only_the_space_around_what_the_assistant_said_may_differ():
     assert same_message({"role": "assistant", "content": " a\n"}, {"role": "assistant", "content": "a"})
+    nan = read_message({"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": '{"b": NaN}'}}]})
+    assert same_message(nan, read_message(nan | {"content": None}))
     assert not same_message({"role": "user", "content": " a"}, {"role": "user", "content": "a"})
     assert not same_message({"role": "assistant", "content": "a b"}, {"role": "assistant", "content": "ab"})
 

@@ -73,15 +73,21 @@ def start(key: int = 0, **row: Any) -> EpisodeStart:
     return EpisodeStart({"key": key, **row}, TOKENIZER("unused")["input_ids"], [], key, 100 + key)
 
 
+def make_sampler(function: Callable[..., Any], must_reward: bool = False, **limits: Any) -> EpisodeSampler:
+    def formats(tools: Any) -> ChatFormat:
+        return chat_format(json.dumps(tools))
+
+    episode_limits = EpisodeLimits(**limits)
+    rollout = RolloutFunction(function, formats, TOKENIZER, episode_limits, {"temperature": 1.0}, must_reward)
+    return EpisodeSampler(rollout, chat_format(), episode_limits)
+
+
 def hold(
     engine: Engine, function: Callable[..., Any], starts: Sequence[EpisodeStart] = (), samples: int = 1, *,
-    generate: Any = None, must_reward: bool = False, sampling: Sampling = SAMPLING, **limits: Any,
+    generate: Any = None, sampling: Sampling = SAMPLING, **options: Any,
 ) -> list[list[Episode]]:  # fmt: skip
     """Conversations with a rollout function."""
-    episode_limits = EpisodeLimits(**limits)
-    formats = lambda tools: chat_format(json.dumps(tools))  # noqa: E731
-    rollout = RolloutFunction(function, formats, TOKENIZER, episode_limits, {"temperature": 1.0}, must_reward)
-    with closing(EpisodeSampler(rollout, chat_format(), episode_limits)) as sampler:
+    with closing(make_sampler(function, **options)) as sampler:
         return sampler.sample(engine, list(starts) or [start()], samples, sampling, generate=generate)
 
 
@@ -628,6 +634,30 @@ def test_a_wrong_key_is_refused(engine):
         post(model, {"messages": [QUESTION]})
 
 
+def test_the_model_of_an_ended_conversation_asks_nobody(engine):
+    models: list[RolloutModel] = []
+
+    async def agent(model, row):
+        models.append(model)
+        if len(models) == 2:
+            with pytest.raises(RequestRefused, match="no conversation that goes on"):
+                await models[0].chat([reply(0)])
+        return await direct(model, row)
+
+    with closing(make_sampler(agent)) as sampler:
+        for _ in range(2):
+            ((episode,),) = sampler.sample(engine, [start()], 1, SAMPLING)
+            assert (episode.failure, len(episode.turns)) == (None, 3)
+
+
+def test_a_system_without_sockets_is_a_reason(engine, monkeypatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("socket.create_server", refuse)
+    assert "Too many open files" in (hold_one(engine, direct).failure or "")
+
+
 def test_a_refused_request_is_an_error_of_the_client(engine):
     async def hot(model, row):
         async with AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
@@ -639,20 +669,21 @@ def test_a_refused_request_is_an_error_of_the_client(engine):
 
 
 def test_an_interrupt_ends_the_functions(engine):
-    ended: list[str] = []
+    ended: list[int] = []
 
     async def agent(model, row):
         try:
-            await model.chat([QUESTION])
+            await (asyncio.sleep(3600) if row["key"] else model.chat([QUESTION]))
         finally:
-            ended.append("agent")
+            ended.append(row["key"])
 
     def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        hold(engine, agent, samples=3, generate=interrupted)
-    deadline = time.monotonic() + 10
-    while len(ended) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert ended == ["agent"] * 3
+    with closing(make_sampler(agent)) as sampler:
+        with pytest.raises(KeyboardInterrupt):
+            sampler.sample(engine, [start(0), start(1)], 2, SAMPLING, generate=interrupted)
+        deadline = time.monotonic() + 10
+        while len(ended) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert sorted(ended) == [0, 0, 1, 1]
