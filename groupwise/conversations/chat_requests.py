@@ -49,10 +49,9 @@ class RequestRefused(InputError):
         self.code, self.status = code, status
 
 
-def error_body(message: str, code: str, status: int) -> dict[str, Any]:
+def error_body(refused: RequestRefused) -> dict[str, Any]:
     """An error in OpenAI's form."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": str(refused), "type": "invalid_request_error", "param": None, "code": refused.code}}
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class ChatRequest:
             raise RequestRefused(f"the body of a request is a JSON object, got {excerpt(body)}")
         given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
         allowed = {**FIXED, **{name: () if value is None else (value,) for name, value in sampling.items()}}
-        if not (given.get("tools") or given.get("functions")):
+        if not given.get("tools"):
             allowed["tool_choice"] = ("auto", "none")
         for name, value in given.items():
             if name in allowed and value not in allowed[name]:

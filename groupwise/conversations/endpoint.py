@@ -27,7 +27,7 @@ COMPLETIONS = "/v1/chat/completions"
 MODELS = "/v1/models"
 
 
-class Asked(Protocol):
+class AnswersRequests(Protocol):
     """A conversation that answers requests."""
 
     async def ask(self, body: Any) -> dict[str, Any]: ...
@@ -46,18 +46,18 @@ class ChatEndpoint:
     """The server, and the conversations by their keys."""
 
     def __init__(self) -> None:
-        self._conversations: dict[str, Asked] = {}
+        self._conversations: dict[str, AnswersRequests] = {}
         self._server: asyncio.Future[asyncio.Server] | None = None
         self._base_url = ""
 
-    async def add(self, conversation: Asked) -> tuple[str, str]:
+    async def add(self, conversation: AnswersRequests) -> tuple[str, str]:
         """The address for a conversation, and its key."""
         key = secrets.token_urlsafe(24)
-        self._conversations[key] = conversation
         if self._server is None:
             listener = socket.create_server((HOST, 0), backlog=1024)
             self._base_url = f"http://{HOST}:{listener.getsockname()[1]}/v1"
             self._server = asyncio.ensure_future(asyncio.start_server(self._serve, sock=listener, limit=LARGEST_HEAD))
+        self._conversations[key] = conversation
         await asyncio.shield(self._server)
         return self._base_url, key
 
@@ -72,7 +72,7 @@ class ChatEndpoint:
         """The answer to a request of the conversation with this key; raises RequestRefused."""
         return await self._conversation(key).ask(body)
 
-    def _conversation(self, key: str) -> Asked:
+    def _conversation(self, key: str) -> AnswersRequests:
         if key not in self._conversations:
             what = "the API key is of no conversation that goes on; use model.api_key of the rollout function's model"
             raise RequestRefused(what, "invalid_api_key", 401)
@@ -87,7 +87,7 @@ class ChatEndpoint:
                 writer.write(await self._respond(request, reader))
                 await writer.drain()
             except RequestRefused as refused:
-                writer.write(_json_response(error_body(str(refused), refused.code, refused.status), refused.status))
+                writer.write(_json_response(error_body(refused), refused.status))
                 writer.write_eof()
                 async with asyncio.timeout(LINGER_SECONDS):  # to close with unread bytes would take the response back
                     while await reader.read(LARGEST_HEAD):

@@ -60,11 +60,11 @@ class ChatFormat:
     def parse(self, turn: Sequence[int], before: Sequence[int], calls: int) -> AssistantTurn:
         text, opens_thinking = self.template.turn_text(turn), self.template.opens_thinking_after(before)
         tools = self.template.tools
-        as_text = parse_turn(text, None, opens_thinking=opens_thinking)
-        if self.is_strict and not tools:
-            return AssistantTurn(as_text.content, thinking=as_text.thinking or None)
-        parsed = parse_turn(text, self.call_format, opens_thinking=opens_thinking, tools=tools, first_call=calls)
-        content = parsed.content if parsed.calls or not self.is_strict else as_text.content
+        call_format = None if self.is_strict and not tools else self.call_format
+        parsed = parse_turn(text, call_format, opens_thinking=opens_thinking, tools=tools, first_call=calls)
+        content = parsed.content
+        if self.is_strict and not parsed.calls:
+            content = parse_turn(text, None, opens_thinking=opens_thinking).content
         return AssistantTurn(content, parsed.calls, parsed.problems, parsed.thinking or None)
 
 

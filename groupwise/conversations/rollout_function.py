@@ -124,7 +124,6 @@ class RolloutConversation:
     All methods are called on the event loop of the sampler. The function itself is not, so it cannot block that.
     """
 
-    schemas: Sequence[Schema] = ()
     counts: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, rollout: RolloutFunction) -> None:

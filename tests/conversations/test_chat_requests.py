@@ -158,6 +158,6 @@ def test_a_stream_has_the_message_then_its_end():
 
 
 def test_errors_have_openais_form():
-    assert error_body("no", "turn_limit", 400) == {
+    assert error_body(RequestRefused("no", "turn_limit")) == {
         "error": {"message": "no", "type": "invalid_request_error", "param": None, "code": "turn_limit"}
     }

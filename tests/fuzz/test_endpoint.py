@@ -37,7 +37,7 @@ PIECES = (b"\r\n", b"\r\n\r\n", b"\n", b"\r", b" ", b":", b"\0", b"\xff", b"HTTP
 
 
 def check_refusal(refused: RequestRefused) -> None:
-    body = json.loads(json.dumps(error_body(str(refused), refused.code, refused.status)))
+    body = json.loads(json.dumps(error_body(refused)))
     assert body["error"]["message"]
     assert 400 <= refused.status < 500
 
