@@ -171,7 +171,8 @@ def describe_failure(error: BaseException) -> str:
     """Why a user's code failed, with the line of its file: ``raised KeyError: 'a' (rewards.py, line 12)``."""
     text = printable(str(error))
     reason = f"raised {type(error).__name__}" + (f": {text if len(text) <= 300 else text[:299] + '…'}" if text else "")
-    ours = [str(Path(__file__).parent / folder) for folder in ("rewards", "training", "evaluate", "environments")]
+    folders = ("rewards", "training", "evaluate", "environments", "conversations")
+    ours = [str(Path(__file__).parent / folder) for folder in folders]
     callers = (__file__, *ours, importlib.__file__, contextlib.__file__, "<frozen importlib")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(callers)]
     if frames:  # the error may come from deep inside a library; the last line of the user's own file says more

@@ -220,6 +220,9 @@ class EnvironmentSection(Section):
     factory: str | None = None
     """an environment, as module:Class or file.py:Class: reset(**row), methods as tools, get_reward(), as in TRL, or
     groupwise's own form"""
+    rollout: str | None = None
+    """a function of your own that leads a conversation, as module:function or file.py:function: `rollout(model, row)`
+    asks the model for its turns, and returns the reward"""
     max_turns: Count = 10
     """turns of the model in a conversation"""
     max_tokens: Count | None = None
@@ -229,11 +232,13 @@ class EnvironmentSection(Section):
     max_reply_chars: Annotated[int, Field(ge=100, lt=2**31)] = 20_000
     """characters of one message of a tool or environment; a longer one loses its middle"""
     turn_seconds: Positive = 60.0
-    """time limit of an environment's answer to a turn, with its tool calls"""
+    """time limit of an environment's answer to a turn, with its tool calls, and of a rollout function from one turn of
+    the model to its next request"""
     tool_seconds: Positive = 20.0
     """time limit of one tool call"""
     wait_seconds: Positive = 120.0
-    """time limit of an environment's start, of its reward and of its end"""
+    """time limit of an environment's start, of its reward and of its end, and of a rollout function's first
+    request"""
     retries: CountOrZero = 1
     """how often a conversation whose environment failed is begun again; then its group is left out"""
     call_format: str | None = None

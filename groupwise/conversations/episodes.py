@@ -11,7 +11,8 @@ from torch import Tensor
 
 from groupwise.core.filters import KeptSets
 from groupwise.core.sequences import TokenSequence, join_segments
-from groupwise.environments import AssistantTurn, Message
+from groupwise.environments import AssistantTurn, Limits, Message
+from groupwise.errors import check_integer
 
 OUTCOMES = ("done", "turn_limit", "token_limit", "failed")
 
@@ -120,3 +121,31 @@ def state_numbers(episodes: Sequence[Episode]) -> list[list[int | None]]:
         [None if turn.state is None else numbers.setdefault(turn.state, len(numbers)) for turn in episode.turns]
         for episode in episodes
     ]
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """When a conversation ends, whatever its environment says.
+
+    max_tokens: sampled and given, after the prompt. context_length: with the prompt; None if the model has no limit.
+    """
+
+    max_turns: int = 10
+    max_tokens: int | None = None
+    context_length: int | None = None
+    retries: int = 1
+    environment: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        check_integer("max_turns", self.max_turns, 1)
+        check_integer("retries", self.retries, 0)
+        if self.max_tokens is not None:
+            check_integer("max_tokens", self.max_tokens, 1)
+
+    def room(self, episode: Episode) -> int:
+        """How many tokens may still follow."""
+        used = episode.length
+        rooms = [] if self.context_length is None else [self.context_length - used]
+        if self.max_tokens is not None:
+            rooms.append(self.max_tokens - (used - len(episode.prompt)))
+        return min(rooms, default=2**31)

@@ -35,12 +35,16 @@ class TurnFormat(Protocol):
 
 
 class ChatFormat:
-    """Turns of a chat template."""
+    """Turns of a chat template.
+
+    is_strict: as clients of OpenAI's API expect it: without tools nothing is a call, and a turn whose only calls cannot
+    be read is text.
+    """
 
     keeps_cut_turns = False
 
-    def __init__(self, template: TurnTemplate, call_format: str | None = None) -> None:
-        self.template = template
+    def __init__(self, template: TurnTemplate, call_format: str | None = None, *, is_strict: bool = False) -> None:
+        self.template, self.is_strict = template, is_strict
         self.call_format = template.family.call_format if call_format is None else call_format
         check_choice("environment.call_format:", self.call_format, CALL_FORMATS, ConfigError)
         self.stop_ids: tuple[int, ...] | None = template.stop_ids
@@ -54,14 +58,14 @@ class ChatFormat:
         return self.template.given_after(replies, self.template.ended(turn))
 
     def parse(self, turn: Sequence[int], before: Sequence[int], calls: int) -> AssistantTurn:
-        parsed = parse_turn(
-            self.template.turn_text(turn),
-            self.call_format,
-            opens_thinking=self.template.opens_thinking_after(before),
-            tools=self.template.tools,
-            first_call=calls,
-        )
-        return AssistantTurn(parsed.content, parsed.calls, parsed.problems, parsed.thinking or None)
+        text, opens_thinking = self.template.turn_text(turn), self.template.opens_thinking_after(before)
+        tools = self.template.tools
+        call_format = None if self.is_strict and not tools else self.call_format
+        parsed = parse_turn(text, call_format, opens_thinking=opens_thinking, tools=tools, first_call=calls)
+        content = parsed.content
+        if self.is_strict and not parsed.calls:
+            content = parse_turn(text, None, opens_thinking=opens_thinking).content
+        return AssistantTurn(content, parsed.calls, parsed.problems, parsed.thinking or None)
 
 
 class PlainFormat:

@@ -28,18 +28,21 @@ class ParsedTurn(NamedTuple):
 
 def parse_turn(
     text: str,
-    format: str = "hermes",
+    format: str | None = "hermes",
     *,
     opens_thinking: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
     first_call: int = 0,
 ) -> ParsedTurn:
-    """Read a turn, without the token that ended it, in one of `CALL_FORMATS`.
+    """Read a turn, without the token that ended it, in one of `CALL_FORMATS`; with None, nothing in it is a call.
 
     opens_thinking: the text begins inside a block of thinking, which the prompt opened.
     tools: schemas of the tools. A call of another one is a problem, and they give types to arguments that have none.
     first_call: the number of the first call, for its id: how many calls the conversation had before.
     """
+    if format is None:
+        thinking, rest, _ = _split_thinking(text, None, opens_thinking)
+        return ParsedTurn(rest.strip(), (), (), thinking)
     check_choice("format of tool calls", format, CALL_FORMATS)
     call_format = CALL_FORMATS[format]
     thinking, rest, is_closed = _split_thinking(text, call_format.tags, opens_thinking)
@@ -58,7 +61,7 @@ def _unknown_tool(name: str, tools: Collection[str]) -> str:
     return f"There is no tool {excerpt(name)}{near or '.'} The tools are: {', '.join(tools)}."
 
 
-def _split_thinking(text: str, tags: tuple[str, str | None], opens: bool) -> tuple[str, str, bool]:
+def _split_thinking(text: str, tags: tuple[str, str | None] | None, opens: bool) -> tuple[str, str, bool]:
     """The thinking, the rest, and whether all thinking was closed. A tag inside of a call is part of the call."""
     thoughts: list[str] = []
     rest, at = "", 0
@@ -68,8 +71,8 @@ def _split_thinking(text: str, tags: tuple[str, str | None], opens: bool) -> tup
             opened = _OPEN.search(text, at)
             if opened is None:
                 return _joined(thoughts), rest + text[at:], True
-            call = text.find(tags[0], at)
-            if 0 <= call < opened.start():
+            call = -1 if tags is None else text.find(tags[0], at)
+            if tags is not None and 0 <= call < opened.start():
                 end = -1 if tags[1] is None else text.find(tags[1], call + len(tags[0]))
                 if end < 0:
                     return _joined(thoughts), rest + text[at:], True

@@ -12,64 +12,38 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from groupwise.conversations.episodes import Episode, EpisodeTurn, SampledTokens
+from groupwise.conversations.episodes import Episode, EpisodeLimits, EpisodeTurn, SampledTokens
 from groupwise.conversations.event_loop import EventLoop
 from groupwise.conversations.formats import TurnFormat
+from groupwise.conversations.rollout_function import RolloutConversation, RolloutEnd, RolloutFunction, TurnRequest
 from groupwise.conversations.sharded import divide_episodes
 from groupwise.environments import (
-    AssistantTurn,
     EnvironmentFactory,
     EnvironmentFailed,
-    Limits,
     Message,
     Reply,
     watched,
     with_opening,
 )
 from groupwise.environments.watch import WatchedEnvironment
-from groupwise.errors import InputError, check_integer
+from groupwise.errors import InputError
 from groupwise.generate.sharded import ShardedGenerator, scaled
 from groupwise.generate.types import Generator, Progress, Rollout, Sampling, Stop
 from groupwise.seeds import derive_seed
 
+Partner = WatchedEnvironment | RolloutConversation
+"""The other side of a conversation."""
+
 Generate = Callable[..., Rollout]
 """Called with a generator and the arguments of its method: contexts, the number of samples of each, the sampling and
 ``keys``."""
-
-
-@dataclass(frozen=True)
-class EpisodeLimits:
-    """When a conversation ends, whatever its environment says.
-
-    max_tokens: sampled and given, after the prompt. context_length: with the prompt; None if the model has no limit.
-    """
-
-    max_turns: int = 10
-    max_tokens: int | None = None
-    context_length: int | None = None
-    retries: int = 1
-    environment: Limits = field(default_factory=Limits)
-
-    def __post_init__(self) -> None:
-        check_integer("max_turns", self.max_turns, 1)
-        check_integer("retries", self.retries, 0)
-        if self.max_tokens is not None:
-            check_integer("max_tokens", self.max_tokens, 1)
-
-    def room(self, episode: Episode) -> int:
-        """How many tokens may still follow."""
-        used = episode.length
-        rooms = [] if self.context_length is None else [self.context_length - used]
-        if self.max_tokens is not None:
-            rooms.append(self.max_tokens - (used - len(episode.prompt)))
-        return min(rooms, default=2**31)
 
 
 @dataclass
@@ -89,21 +63,25 @@ class _Running:
 
     group: int
     number: int  # in its group
-    environment: WatchedEnvironment
+    environment: Partner
     episode: Episode
+    format: TurnFormat
     attempt: int = 0
+    max_tokens: int | None = None  # of the next turn, if a rollout function said so
 
 
 class EpisodeSampler:
-    """Holds conversations of the model with environments that ``factory`` makes.
+    """Holds conversations of the model with environments that ``factory`` makes, or with a rollout function.
 
     An environment that did not fail is used again for later conversations; `close` closes all of them.
     """
 
-    def __init__(self, factory: EnvironmentFactory, turn_format: TurnFormat, limits: EpisodeLimits) -> None:
+    def __init__(
+        self, factory: EnvironmentFactory | RolloutFunction, turn_format: TurnFormat, limits: EpisodeLimits
+    ) -> None:
         self.factory, self.format, self.limits = factory, turn_format, limits
         self._loop: EventLoop | None = None
-        self._idle: list[WatchedEnvironment] = []
+        self._idle: list[Partner] = []
 
     def limit_context(self, length: int) -> None:
         """End conversations at this number of tokens with the prompt, if there is no smaller limit."""
@@ -117,11 +95,14 @@ class EpisodeSampler:
             self._loop = EventLoop()
         return self._loop
 
-    def take_environment(self) -> WatchedEnvironment:
+    def take_environment(self) -> Partner:
         """An environment that is in no conversation."""
-        return self._idle.pop() if self._idle else watched(self.factory(), self.limits.environment)
+        if self._idle:
+            return self._idle.pop()
+        made = self.factory()
+        return made if isinstance(made, RolloutConversation) else watched(made, self.limits.environment)
 
-    def give_back(self, environment: WatchedEnvironment) -> None:
+    def give_back(self, environment: Partner) -> None:
         """Keep an environment whose conversation has ended."""
         self._idle.append(environment)
 
@@ -190,7 +171,7 @@ class _Session:
         self.finished: list[list[Episode | None]] = [[None] * samples for _ in starts]
         self.unstarted = [samples] * len(starts)  # first attempts that have not started yet, by group
         self.openings: list[list[_Running]] = [[] for _ in starts]  # first attempts that wait for these
-        self.open: list[WatchedEnvironment] = []  # environments in a conversation
+        self.open: list[Partner] = []  # environments in a conversation
         self.done = self.tokens = 0
 
     def abandon(self) -> None:
@@ -236,14 +217,23 @@ class _Session:
         environment = self.sampler.take_environment()
         self.open.append(environment)
         episode = Episode(list(start.prompt_ids), attempts=attempt + 1)
-        running = _Running(group, number, environment, episode, attempt)
+        running = _Running(group, number, environment, episode, self.format, attempt)
+        if isinstance(environment, RolloutConversation):
+            return running, _outcome(environment.start(dict(start.row), start.seed, episode))
         return running, _outcome(environment.start(dict(start.row), start.seed))
 
-    def _take(self, running: _Running, answer: list[Message] | Reply | None) -> EnvironmentFailed | bool:
+    def _take(
+        self, running: _Running, answer: list[Message] | Reply | TurnRequest | RolloutEnd | None
+    ) -> EnvironmentFailed | bool:
         """Append what the environment said; whether the episode goes on, or what is wrong with the answer."""
         episode, start = running.episode, self.starts[running.group]
         try:
-            if isinstance(answer, Reply):
+            if isinstance(answer, TurnRequest):
+                answer.add_to(episode)
+                running.format, running.max_tokens = answer.format, answer.max_tokens
+            elif isinstance(answer, RolloutEnd):
+                episode.outcome = answer.outcome
+            elif isinstance(answer, Reply):
                 self._reply(episode, answer)
             elif answer:
                 episode.prompt = self.format.prompt(with_opening(start.messages, answer))
@@ -277,7 +267,8 @@ class _Session:
         """Sample a turn of each of these conversations, and start the environments' answers."""
         by_limit: dict[int, list[_Running]] = defaultdict(list)
         for running in speaking:
-            by_limit[min(self.sampling.max_new_tokens, self.limits.room(running.episode))].append(running)
+            limits = (self.sampling.max_new_tokens, self.limits.room(running.episode), running.max_tokens)
+            by_limit[min(limit for limit in limits if limit is not None)].append(running)
         started = []
         for limit, members in sorted(by_limit.items(), reverse=True):
             for running, sampled in zip(members, self._sample_turns(members, limit), strict=True):
@@ -329,17 +320,18 @@ class _Session:
         episode = running.episode
         before = episode.turns[-1].given if episode.turns else episode.prompt
         calls = sum(len(turn.said.calls) for turn in episode.turns)
-        said = self.format.parse(sampled.ids.tolist(), before, calls)
-        state = running.environment.state_key()
-        episode.turns.append(EpisodeTurn(sampled, said, state))
-        complete = self.format.keeps_cut_turns and limit == self.sampling.max_new_tokens
-        if sampled.stop_reason == "length" and not complete:
+        said = running.format.parse(sampled.ids.tolist(), before, calls)
+        environment = running.environment
+        is_cut = sampled.stop_reason == "length"
+        is_cut = is_cut and not (running.format.keeps_cut_turns and limit == self.sampling.max_new_tokens)
+        if isinstance(environment, RolloutConversation):
+            episode.turns.append(EpisodeTurn(sampled, said, calls=len(said.calls)))
+            return running, _outcome(environment.hear(is_cut))
+        episode.turns.append(EpisodeTurn(sampled, said, environment.state_key()))
+        if is_cut:
             episode.outcome = "token_limit"
             return running, self._reward(running)
-        return running, self._respond(running, said)
-
-    async def _respond(self, running: _Running, said: AssistantTurn) -> Any:
-        return await _outcome(running.environment.respond(said))
+        return running, _outcome(environment.respond(said))
 
     async def _reward(self, running: _Running) -> Any:
         result = await _outcome(running.environment.reward())

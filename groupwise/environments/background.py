@@ -16,7 +16,7 @@ import sysconfig
 import threading
 import traceback
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -63,9 +63,12 @@ class Worker:
         self._end: Callable[[], Any] = lambda: None
 
     async def call(
-        self, function: Callable[..., Any], *arguments: Any, seconds: float, await_value: bool = True
+        self, function: Callable[..., Any], *arguments: Any, seconds: float | None, await_value: bool = True
     ) -> Outcome:
-        """Call a plain function; if it returns an awaitable, that is awaited here unless ``await_value`` is false."""
+        """Call a plain function; if it returns an awaitable, that is awaited here unless ``await_value`` is false.
+
+        ``seconds``: None if there is no limit.
+        """
         loop = asyncio.get_running_loop()
         start = loop.time()
         future: asyncio.Future[Outcome] = loop.create_future()
@@ -84,7 +87,8 @@ class Worker:
             return Outcome(hangs=self._abandon())
         outcome = future.result()
         if await_value and inspect.isawaitable(outcome.value):
-            return await run_limited(outcome.value, max(0.0, seconds - (loop.time() - start)))
+            left = None if seconds is None else max(0.0, seconds - (loop.time() - start))
+            return await run_limited(outcome.value, left)
         return outcome
 
     def call_blocking(self, function: Callable[..., Any], *arguments: Any, seconds: float) -> Outcome:
@@ -95,6 +99,10 @@ class Worker:
             return future.result(seconds)
         except TimeoutError:
             return Outcome(hangs=self._abandon())
+
+    def place(self) -> str:
+        """Where the call is now."""
+        return "a thread that has ended" if self._thread is None else place_of(self._thread)
 
     def end(self) -> None:
         """Let the thread end. A later call starts another one."""
@@ -122,13 +130,12 @@ class Worker:
 
     def _abandon(self) -> str:
         """Leave the thread behind; it ends when its call does. Return where it is."""
-        thread, self._thread = self._thread, None
-        self._end()
-        if thread is None:
-            return "a thread that has ended"
-        with _lock:
-            _abandoned.append(thread)
-        return place_of(thread)
+        place, thread = self.place(), self._thread
+        self.end()
+        if thread is not None:
+            with _lock:
+                _abandoned.append(thread)
+        return place
 
 
 def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
@@ -147,7 +154,7 @@ def _set_once(future: asyncio.Future[Outcome], outcome: Outcome) -> None:
         future.set_result(outcome)
 
 
-async def run_limited(awaitable: Awaitable[Any], seconds: float) -> Outcome:
+async def run_limited(awaitable: Awaitable[Any], seconds: float | None) -> Outcome:
     """Await, and cancel at the limit, without waiting for code that ignores that."""
     task = asyncio.ensure_future(_outcome_of(awaitable))
     try:
@@ -179,8 +186,8 @@ class BackgroundLoop:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
-    async def run(self, coroutine: Coroutine[Any, Any, Any], seconds: float) -> Outcome:
-        """Run a coroutine on this loop; wait for it on the caller's."""
+    async def run(self, coroutine: Coroutine[Any, Any, Any], seconds: float | None) -> Outcome:
+        """Run a coroutine on this loop; wait for it on the caller's, without a limit if ``seconds`` is None."""
         future = asyncio.run_coroutine_threadsafe(_outcome_of(coroutine), self.loop)
         waiting = asyncio.wrap_future(future)
         try:
@@ -190,13 +197,13 @@ class BackgroundLoop:
             raise
         if done and not waiting.cancelled():
             return waiting.result()
-        place = await self._place(coroutine)
+        place = await self.place(coroutine)
         future.cancel()
         with suppress(asyncio.CancelledError):
             waiting.cancel()
         return Outcome(hangs=place)
 
-    async def _place(self, coroutine: Coroutine[Any, Any, Any]) -> str:
+    async def place(self, coroutine: Coroutine[Any, Any, Any]) -> str:
         """Where the coroutine waits, or where the loop is blocked by one that does not."""
         answered = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop)
         with suppress(TimeoutError):
@@ -216,6 +223,46 @@ def background_loop() -> BackgroundLoop:
         if not _loops or _loops[0].is_blocked or _loops[0].owner != os.getpid():
             _loops[:] = [BackgroundLoop()]
         return _loops[0]
+
+
+class LongCall:
+    """A call of a function, plain or async, that goes on until it ends by itself or is given up.
+
+    A plain function runs in a thread of its own, an async one on the event loop of environments. The result of ``task``
+    is an `Outcome`.
+    """
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any, name: str) -> None:
+        self._worker, self._loop = Worker(name), background_loop()
+        self._coroutine: Coroutine[Any, Any, Any] | None = None
+        self.task = asyncio.ensure_future(self._run(function, arguments))
+
+    async def _run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Outcome:
+        if inspect.iscoroutinefunction(function):
+            self._coroutine = awaited(function, *arguments)
+        else:
+            outcome = await self._worker.call(function, *arguments, seconds=None, await_value=False)
+            self._worker.end()
+            if not inspect.isawaitable(outcome.value):
+                return outcome
+            self._coroutine = await_value(outcome.value)
+        return await self._loop.run(self._coroutine, None)
+
+    async def give_up(self) -> str:
+        """Cancel it, or leave its thread behind; return where it was."""
+        place = self._worker.place() if self._coroutine is None else await self._loop.place(self._coroutine)
+        self.task.cancel()
+        return place
+
+
+async def awaited(function: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+    """Call an async function, and await it, as one coroutine: also a wrong argument is its error."""
+    return await function(*arguments)
+
+
+async def await_value(awaitable: Awaitable[Any]) -> Any:
+    """Any awaitable as a coroutine."""
+    return await awaitable
 
 
 def place_of(thread: threading.Thread) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from numbers import Real
 from typing import Any
 
-from groupwise.environments.background import BackgroundLoop, Worker, background_loop
+from groupwise.environments.background import BackgroundLoop, Worker, await_value, awaited, background_loop
 from groupwise.environments.contract import (
     OPENING_ROLES,
     REPLY_ROLES,
@@ -116,15 +116,7 @@ class WatchedEnvironment(Environment):
         """The reward, checked."""
         if not callable(getattr(self.environment, "reward", None)):
             return None
-        reward = await self._call("reward", self.limits.wait_seconds)
-        if reward is None or _is_finite(reward):
-            return None if reward is None else float(reward)
-        if not isinstance(reward, Mapping) or not all(
-            isinstance(name, str) and (value is None or _is_finite(value)) for name, value in reward.items()
-        ):
-            what = f"returned {excerpt(reward)}; it may be a finite number, a dict of them by name, or None"
-            raise self._failed("reward", what)
-        return {name: None if value is None else float(value) for name, value in reward.items()}
+        return checked_reward(await self._call("reward", self.limits.wait_seconds), self._where("reward"))
 
     async def close(self) -> None:
         """Close the environment, also after a failure. A failure here is raised, too."""
@@ -142,11 +134,11 @@ class WatchedEnvironment(Environment):
         if self._loop is None:
             self._loop = background_loop()
         if inspect.iscoroutinefunction(method):
-            outcome = await self._loop.run(_awaited(method, arguments), seconds)
+            outcome = await self._loop.run(awaited(method, *arguments), seconds)
         else:  # it may return an awaitable, which belongs on the loop
             outcome = await self._worker.call(method, *arguments, seconds=seconds, await_value=False)
             if inspect.isawaitable(outcome.value):
-                outcome = await self._loop.run(_await(outcome.value), seconds)
+                outcome = await self._loop.run(await_value(outcome.value), seconds)
         if outcome.hangs is not None:
             self._abandoned = f"{name}()"
         return value_of(outcome, self._where(name), seconds)
@@ -205,12 +197,16 @@ def watched(environment: Any, limits: Limits | None = None) -> WatchedEnvironmen
     return WatchedEnvironment(environment, limits or Limits())
 
 
-async def _awaited(method: Callable[..., Awaitable[Any]], arguments: Sequence[Any]) -> Any:
-    return await method(*arguments)
-
-
-async def _await(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
+def checked_reward(reward: Any, where: str) -> float | dict[str, float | None] | None:
+    """What ``where`` returned as the reward of a conversation, as plain numbers."""
+    if reward is None or _is_finite(reward):
+        return None if reward is None else float(reward)
+    if not isinstance(reward, Mapping) or not all(
+        isinstance(name, str) and (value is None or _is_finite(value)) for name, value in reward.items()
+    ):
+        what = f"returned {excerpt(reward)}; it may be a finite number, a dict of them by name, or None"
+        raise EnvironmentFailed(what, where)
+    return {name: None if value is None else float(value) for name, value in reward.items()}
 
 
 def _is_finite(value: object) -> bool:

@@ -168,7 +168,10 @@ def load_components(
     with report_fetches(_fetch_report(recipe.model.source, display)):
         model, tokenizer = _load_model(recipe, model, tokenizer, on_cpu=shards)
     display.stage(f"building prompts from {plural(len(task.train) + len(task.held_out_rows), 'row')}")
-    episodes = make_episode_sampler(recipe, inputs.environment, task, tokenizer, model, say=say)
+    must_reward = inputs.scorer is not None and len(inputs.scorer.functions) == 1
+    episodes = make_episode_sampler(
+        recipe, inputs.environment, task, tokenizer, model, must_reward=must_reward, say=say
+    )
     kwargs = resolve_secrets(recipe.data.chat_template_kwargs, "data.chat_template_kwargs")
     builder = PromptBuilder(
         tokenizer,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from groupwise.config import Recipe
@@ -13,15 +15,16 @@ from groupwise.conversations import (
     EpisodeLimits,
     EpisodeSampler,
     PlainFormat,
+    RolloutFunction,
     TurnFormat,
     TurnTemplate,
 )
 from groupwise.environments import (
     Environment,
-    EnvironmentFactory,
     Limits,
     MethodEnvironment,
     Sandbox,
+    Schema,
     ToolEnvironment,
     arithmetic,
     code_tool,
@@ -44,10 +47,14 @@ REWARD_COLUMNS = ("environment_reward", "conversation", "turns")
 
 @dataclass(frozen=True)
 class RunEnvironment:
-    """What makes the environments of a run; ``gives_reward``: they reward a conversation themselves."""
+    """What makes the environments of a run, or with ``is_rollout`` its rollout function.
 
-    factory: EnvironmentFactory
+    ``gives_reward``: they reward a conversation themselves.
+    """
+
+    factory: Callable[..., Any]
     gives_reward: bool
+    is_rollout: bool = False
 
     @property
     def rewards(self) -> list[RewardFunction]:
@@ -56,9 +63,14 @@ class RunEnvironment:
 
 
 def load_environment(
-    recipe: Recipe, task: Task, *, tools: Sequence[Callable[..., Any]] = (), environment: Any = None
+    recipe: Recipe,
+    task: Task,
+    *,
+    tools: Sequence[Callable[..., Any]] = (),
+    environment: Any = None,
+    rollout: Callable[..., Any] | None = None,
 ) -> RunEnvironment | None:
-    """The environment of ``environment``, the tools, the recipe or the task; None without any.
+    """The environment of ``environment``, the tools, ``rollout``, the recipe or the task; None without any.
 
     ``environment`` is a class or function that makes an environment, in groupwise's form or in TRL's.
     """
@@ -66,8 +78,10 @@ def load_environment(
     functions = [*(_builtin_or_own(name, recipe) for name in settings.tools), *tools]
     named = {
         "environment.factory": settings.factory,
+        "environment.rollout": settings.rollout,
         "environment.tools": functions or None,
         "environment": environment,
+        "rollout": rollout,
         f"the task {task.name!r}": task.environment,
     }
     given = [name for name, value in named.items() if value is not None]
@@ -77,12 +91,30 @@ def load_environment(
         return None
     if functions:
         return RunEnvironment(partial(ToolEnvironment, make_tools(functions), limits), gives_reward=False)
+    if settings.rollout is not None:
+        rollout = load_function(settings.rollout, what="rollout function")
+    if rollout is not None:
+        _check_rollout(rollout)
+        return RunEnvironment(rollout, gives_reward=True, is_rollout=True)
     factory = environment or task.environment
     if settings.factory is not None:
         factory = load_function(settings.factory, what="environment")
     if not callable(factory):
         raise ConfigError(f"an environment is given as a class or a function that makes one, got {excerpt(factory)}")
     return _in_own_form(factory, limits)
+
+
+def _check_rollout(function: Any) -> None:
+    """Raise an error unless it can be called as ``rollout(model, row)``."""
+    name = getattr(function, "__name__", type(function).__name__)
+    if not callable(function):
+        raise ConfigError(f"a rollout function is a function, called as rollout(model, row), got {excerpt(function)}")
+    try:
+        inspect.signature(function).bind("model", "row")
+    except TypeError as error:
+        raise ConfigError(f"rollout function {name}: it is called as {name}(model, row), but {error}") from None
+    except ValueError:  # a function of C, whose signature is not known
+        return
 
 
 def _builtin_or_own(name: str, recipe: Recipe) -> Any:
@@ -145,36 +177,69 @@ def check_conversations(recipe: Recipe, task: Task) -> None:
 
 
 def make_episode_sampler(
-    recipe: Recipe, environment: RunEnvironment | None, task: Task, tokenizer: Any, model: Any, *, say: Say
+    recipe: Recipe,
+    environment: RunEnvironment | None,
+    task: Task,
+    tokenizer: Any,
+    model: Any,
+    *,
+    must_reward: bool = False,
+    say: Say,
 ) -> EpisodeSampler | None:
-    """The sampler of a run's conversations; None if it has no environment."""
+    """The sampler of a run's conversations; None if it has no environment. ``must_reward``: nothing else does."""
     if environment is None:
         return None
     rows = [*task.train[:1], *task.held_out_rows[:1]]
     template = recipe.environment.chat_template or getattr(tokenizer, "chat_template", None)
     chat = bool(template) if recipe.data.chat is None else recipe.data.chat
     chat = chat or any(not isinstance(row.get(recipe.data.prompt), str) for row in rows)
-    factory = environment.factory
     context_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     settings, limits = recipe.environment, limits_of(recipe)
+    lengths = EpisodeLimits(settings.max_turns, settings.max_tokens, context_length, settings.retries, limits)
+    factory = environment.factory
+    formats = partial(_turn_format, recipe, tokenizer, chat)
+    if environment.is_rollout:
+        cached = _by_tools(partial(formats, is_strict=True))
+        rollout = RolloutFunction(factory, cached, tokenizer, lengths, _request_parameters(recipe), must_reward)
+        return EpisodeSampler(rollout, _announced(cached(()), say), lengths)
     probe = watched(factory(), limits)
-    turn_format: TurnFormat
+    sampler = EpisodeSampler(factory, _announced(formats(probe.schemas), say), lengths)
+    sampler.give_back(probe)
+    return sampler
+
+
+def _turn_format(
+    recipe: Recipe, tokenizer: Any, chat: bool, tools: Sequence[Schema], *, is_strict: bool = False
+) -> TurnFormat:
+    """How the turns of a model with these tools become tokens."""
     if chat:
         kwargs = resolve_secrets(recipe.data.chat_template_kwargs, "data.chat_template_kwargs")
-        template = TurnTemplate(tokenizer, probe.schemas, _template_text(recipe), kwargs)
-        if template.replaced is not None:
-            say(template.replaced)
-        turn_format = ChatFormat(template, settings.call_format)
-    elif probe.schemas:
+        template = TurnTemplate(tokenizer, tools, _template_text(recipe), kwargs)
+        return ChatFormat(template, recipe.environment.call_format, is_strict=is_strict)
+    if tools:
         raise ConfigError(
             "tools need a chat template, which tells the model of them; set data.chat = true, or use a model with one"
         )
-    else:
-        turn_format = PlainFormat(tokenizer)
-    lengths = (settings.max_turns, settings.max_tokens, context_length)
-    sampler = EpisodeSampler(factory, turn_format, EpisodeLimits(*lengths, settings.retries, limits))
-    sampler.give_back(probe)
-    return sampler
+    return PlainFormat(tokenizer)
+
+
+def _announced(turn_format: TurnFormat, say: Say) -> TurnFormat:
+    """The same; if its chat template was replaced, that is said."""
+    if isinstance(turn_format, ChatFormat) and turn_format.template.replaced is not None:
+        say(turn_format.template.replaced)
+    return turn_format
+
+
+def _by_tools(make: Callable[[Sequence[Schema]], TurnFormat]) -> Callable[[Sequence[Schema]], TurnFormat]:
+    """``make``, with the formats of the last tools kept: to look at a chat template takes a moment."""
+    cached = lru_cache(maxsize=64)(lambda schemas: make(json.loads(schemas)))
+    return lambda tools: cached(json.dumps(tools))
+
+
+def _request_parameters(recipe: Recipe) -> dict[str, Any]:
+    """The parameters of a request to the model that the recipe decides."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: getattr(recipe.sampling, name) for name in names}
 
 
 def _template_text(recipe: Recipe) -> str | None:

@@ -12,7 +12,7 @@ from groupwise.config import Recipe
 from groupwise.conversations import Episode
 from groupwise.data import Prompt
 from groupwise.distributed.ranks import Ranks
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, UserCodeError
 from groupwise.evaluate import Evaluation, evaluate
 from groupwise.evaluate.answers import REWARD, SampledAnswers
 from groupwise.generate import Generator, Sampling
@@ -144,13 +144,21 @@ def _converse(
     prompts: Sequence[Prompt],
     keys: Sequence[int],
 ) -> SampledAnswers:
-    """Held-out rows as conversations. One whose environment fails, even afresh, ends where it was, without a reward."""
+    """Held-out rows as conversations. One whose environment fails, even afresh, ends where it was, without a reward.
+
+    If all of them fail, that is an error.
+    """
     recipe, sampler = components.recipe, components.episodes
     if sampler is None:
         raise ConfigError("these completions are no conversations: the run has no environment")
     seeds = [derive_seed("held-out environment", recipe.train.seed, key) for key in keys]
     starts = episode_starts(components.builder, rows, prompts, recipe.data.prompt, seeds, keys)
     groups = sampler.sample(generator, starts, recipe.evaluate.samples, sampling, stop=components.stop)
+    failures = [episode.failure for members in groups for episode in members]
+    if all(failures):
+        raise UserCodeError(
+            f"every conversation about the held-out rows failed, also after a fresh start: {failures[0]}"
+        )
     return answers_of(rows, groups)
 
 

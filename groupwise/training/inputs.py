@@ -55,6 +55,7 @@ def load_inputs(
     rewards: Sequence[Any] = (),
     tools: Sequence[Callable[..., Any]] = (),
     environment: Any = None,
+    rollout: Callable[..., Any] | None = None,
     say: Say = lambda text: None,
     display: Display | None = None,
     ranks: Ranks | None = None,
@@ -72,7 +73,7 @@ def load_inputs(
         task = load_task(recipe)
     for note in (*task.notes, *secret_notes(recipe)):
         say(note)
-    surroundings = load_environment(recipe, task, tools=tools, environment=environment)
+    surroundings = load_environment(recipe, task, tools=tools, environment=environment, rollout=rollout)
     if surroundings is not None:
         check_conversations(recipe, task)
         rewards = [*surroundings.rewards, *rewards]

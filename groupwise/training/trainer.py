@@ -93,8 +93,8 @@ class Trainer:
     """A run of GRPO. ``run()`` does everything; with ``for report in trainer.steps()`` the loop is yours.
 
     task: replaces the recipe's. rewards: functions beside those of the task and the recipe.
-    tools, environment: functions that the model may call, or a class or function that makes an environment, for
-    conversations of several turns.
+    tools, environment, rollout: for conversations of several turns: functions that the model may call; a class or
+    function that makes an environment; or a function ``rollout(model, row)`` that leads a conversation.
     model, tokenizer: loaded ones, in place of the recipe's. The model itself is trained, not a copy.
     folder, resume, overwrite: where the run is kept, and whether to resume a run there or to delete it first.
     recipe_file: the name of the recipe's file, by which a run is found again. allow_changed: resume even if the rows,
@@ -115,6 +115,7 @@ class Trainer:
         rewards: Sequence[Callable[..., Any] | RewardFunction] = (),
         tools: Sequence[Callable[..., Any]] = (),
         environment: Any = None,
+        rollout: Callable[..., Any] | None = None,
         model: Any = None,
         tokenizer: Any = None,
         callbacks: Sequence[Callback] = (),
@@ -143,6 +144,7 @@ class Trainer:
                 rewards=rewards,
                 tools=tools,
                 environment=environment,
+                rollout=rollout,
                 say=self.say,
                 display=self.display,
                 ranks=self.ranks,
@@ -270,6 +272,7 @@ class Trainer:
         held_out: Any = None,
         tools: Sequence[Callable[..., Any]] = (),
         environment: Any = None,
+        rollout: Callable[..., Any] | None = None,
         algorithm: str = "dapo",
         callbacks: Sequence[Callback] = (),
         display: Display | None = None,
@@ -298,6 +301,7 @@ class Trainer:
             rewards=functions,
             tools=tools,
             environment=environment,
+            rollout=rollout,
             model=loaded,
             tokenizer=tokenizer,
             callbacks=callbacks,

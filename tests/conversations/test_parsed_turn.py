@@ -370,3 +370,9 @@ def test_a_turn_that_repeats_itself_has_few_problems(name, piece):
 @pytest.mark.parametrize("code", ["-" * 50_000 + "1", "a." * 50_000, "not " * 50_000, "(" * 150, "a(" * 5000, "[" * 90])
 def test_python_that_is_nested_deeply(code):
     assert parse_turn(f"```tool_code\na(x={code})\n```", "gemma").calls == ()
+
+
+def test_without_a_format_nothing_is_a_call():
+    text = '<think>Hm.</think> <tool_call>{"name": "search", "arguments": {}}</tool_call>'
+    assert parse_turn(text, None) == (text.removeprefix("<think>Hm.</think> "), (), (), "Hm.")
+    assert parse_turn("Hm.</think>Yes", None, opens_thinking=True) == ("Yes", (), (), "Hm.")

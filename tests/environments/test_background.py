@@ -11,7 +11,7 @@ import weakref
 import pytest
 
 from groupwise.environments import background
-from groupwise.environments.background import BackgroundLoop, Worker, run_limited
+from groupwise.environments.background import BackgroundLoop, LongCall, Worker, run_limited
 from groupwise.errors import UserCodeError
 
 PATIENCE = 600.0  # seconds, where no limit is meant to be reached
@@ -147,3 +147,47 @@ def test_a_loop_that_is_not_blocked_is_not_said_to_be(monkeypatch):
 
 async def wait_for_ever():
     await asyncio.Event().wait()
+
+
+class Doubles:
+    async def __call__(self, number):
+        await asyncio.sleep(0)
+        return 2 * number
+
+
+async def doubled(number):
+    return await Doubles()(number)
+
+
+@pytest.mark.parametrize("function", [doubled, Doubles(), lambda number: 2 * number, lambda number: doubled(number)])
+def test_a_long_call_ends_by_itself(function):
+    async def run(*arguments):
+        return await LongCall(function, *arguments, name="test").task
+
+    assert asyncio.run(run(21)).value == 42
+    assert isinstance(asyncio.run(run(1, 2)).error, TypeError)
+
+
+@pytest.mark.parametrize("kind", ["async", "plain"])
+def test_a_long_call_is_given_up(kind):
+    release, started = threading.Event(), threading.Event()
+
+    async def hang():
+        started.set()
+        await asyncio.sleep(PATIENCE)
+
+    def hang_in_thread():
+        started.set()
+        release.wait()
+
+    async def run():
+        call = LongCall(hang if kind == "async" else hang_in_thread, name="test")
+        while not started.is_set():
+            await asyncio.sleep(0.01)
+        place = await call.give_up()
+        await asyncio.wait({call.task})
+        assert call.task.cancelled()
+        return place
+
+    assert "(test_background.py, line" in asyncio.run(run())
+    release.set()
