@@ -24,11 +24,10 @@ Status = Literal["translated", "trainer", "no effect", "refused", "not known"]
 
 SEE_PROBLEM = "see the problem below"
 REFUSED_ARGUMENTS = {
-    "tools": "tools are not supported yet",
     "rollout_func": "rollouts of one's own are not supported yet",
-    "environment_factory": "environments are not supported yet",
     "quantization_config": "quantized models are not supported; train a LoRA adapter of the unquantized model",
 }
+CONVERSATION_SETTINGS = {"tools": "environment.tools", "environment_factory": "environment.factory"}
 FORMER_ARGUMENTS = {"tokenizer": "; write processing_class", "ref_model": "; it is made from model if beta is not 0"}
 LORA = {
     "r": "model.lora.rank",
@@ -330,6 +329,8 @@ def _add_arguments(report: ScriptReport) -> None:
             _add(report, _rewards_entry(report, value))
         elif name == "train_dataset":
             _add(report, _dataset_entry(name, value))
+        elif name in CONVERSATION_SETTINGS and not (value.known and not value.value):
+            _add(report, _conversations_entry(report, name, value))
         elif name == "peft_config" and not (value.known and value.value is None):
             _add(report, _lora_entry(value))
         else:
@@ -372,6 +373,20 @@ def _rewards_entry(report: ScriptReport, value: ScriptValue) -> ReportEntry:
             entry["weight"] = float(weights[number])
         report.rewards.append(entry)
     return ReportEntry("reward_funcs", value.text, value.line, "trainer", "called with TRL's arguments")
+
+
+def _conversations_entry(report: ScriptReport, name: str, value: ScriptValue) -> ReportEntry:
+    """Tools, or an environment. Those that are defined in the script can be named in a recipe."""
+    script, setting = report.script, CONVERSATION_SETTINGS[name]
+    if not value.names or not set(value.names) <= script.functions | script.classes:
+        return ReportEntry(name, value.text, value.line, "trainer", f"called as in TRL; in a recipe {setting}")
+    named = [f"{script.path.name if script.guarded else 'tools.py'}:{part}" for part in value.names]
+    text = "" if script.guarded else "in a recipe from a file of their own, as importing the script would train"
+    tokens = report.settings.get("sampling.max_new_tokens", Recipe().sampling.max_new_tokens)
+    turns = report.settings.get("environment.max_turns", tokens)
+    settings = {"environment.max_tokens": tokens, "environment.max_turns": turns}
+    settings[setting] = named if name == "tools" else named[0]
+    return ReportEntry(name, value.text, value.line, "translated", text, settings)
 
 
 def _dataset_entry(name: str, value: ScriptValue) -> ReportEntry:

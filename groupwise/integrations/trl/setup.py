@@ -12,6 +12,13 @@ from groupwise.config import Recipe
 from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ArgumentTypeError, ConfigError
 from groupwise.integrations.trl.config import GRPOConfig
+from groupwise.integrations.trl.conversations import (
+    check_factory,
+    check_prompts_of_tools,
+    conversation_settings,
+    environment_reward,
+    make_environment,
+)
 from groupwise.integrations.trl.datasets import evaluation_rows, is_stream, training_rows
 from groupwise.integrations.trl.peft import INITIALISED_BY_PEFT, add_by_peft, lora_settings
 from groupwise.integrations.trl.rewards import RewardWeights, load_reward_models, make_rewards, reward_errors_as_in_trl
@@ -28,9 +35,7 @@ from groupwise.training.ranks import start_ranks
 
 NOT_SUPPORTED = {
     "quantization_config": "quantised models cannot be trained; leave it out, and use peft_config to save memory",
-    "tools": "tools are not supported yet; leave them out",
     "rollout_func": "a rollout function of your own is not supported yet; leave it out",
-    "environment_factory": "environments are not supported yet; leave it out",
 }
 # Methods of TRL's trainer that a subclass may replace there. They do not exist here, so the run would not call them.
 NOT_CALLED = (
@@ -84,10 +89,14 @@ def prepare_training(
     processing_class: Any,
     reward_processing_classes: Any,
     peft_config: Any,
+    tools: Any,
+    environment_factory: Any,
     say: Say,
 ) -> TrainingSetup:
     """Load the model, the rows and the rewards, and translate the arguments to a recipe; every error is raised here."""
     hides_columns = bool(args.remove_unused_columns)
+    check_factory(tools, environment_factory)
+    converses = bool(tools) or environment_factory is not None
     rows = training_rows(
         train_dataset,
         limit=_rows_of_stream(args) if is_stream(train_dataset) else None,
@@ -99,11 +108,17 @@ def prepare_training(
             f"eval_strategy is {text_of(args.eval_strategy)!r}, but there is no "
             "eval_dataset: give one to GRPOTrainer, or set eval_strategy to 'no'"
         )
+    if converses:
+        check_prompts_of_tools(rows, "train_dataset")
+        for name, part in evaluation_sets.items():
+            check_prompts_of_tools(part, f"eval_dataset {name}".rstrip())
     _check_model(model)
     translation = translate(args, rows=None if is_stream(train_dataset) else len(rows))
     for note in translation.notes:
         say(note)
     settings: dict[str, Any] = {**OWN_SETTINGS, "model.source": _source_of(model)}
+    if converses:
+        settings |= conversation_settings(args)
     if is_stream(train_dataset):
         settings["data.shuffle"] = False
     if os.path.isdir(settings["model.source"]):  # a folder has no versions; transformers ignores the revision, too
@@ -127,12 +142,19 @@ def prepare_training(
     settings["run.export_dtype"] = EXPORTED.get(saved_dtype)
     recipe = translation.recipe(settings)
 
-    functions, tokenizers = load_reward_models(reward_funcs, reward_processing_classes, args, device)
-    weights = RewardWeights(args.reward_weights, len(functions))
+    own_reward = environment_reward(environment_factory)
+    functions, tokenizers = load_reward_models(
+        reward_funcs, reward_processing_classes, args, device, needed=own_reward is None
+    )
+    weights = RewardWeights(args.reward_weights, len(functions), environments=int(own_reward is not None))
+    if own_reward is not None:
+        functions, tokenizers = [*functions, own_reward], [*tokenizers, None]
     rewards = make_rewards(functions, tokenizers, weights, dict(args.chat_template_kwargs or {}))
     ranks = start_ranks(recipe)
     held_out = [row for part in evaluation_sets.values() for row in part]
-    inputs = load_inputs(recipe, task=Task("rows", rows, held_out, tuple(rewards)), say=say, ranks=ranks)
+    task = Task("rows", rows, held_out, tuple(rewards))
+    environment = make_environment(tools or (), environment_factory, recipe) if converses else None
+    inputs = load_inputs(recipe, task=task, environment=environment, say=say, ranks=ranks)
     check_training_inputs(recipe, inputs)
     components = load_components(recipe, inputs, say, model=model, tokenizer=processing_class, ranks=ranks)
     epochs = RunEpochs.of(args, translation, train_dataset, len(rows))

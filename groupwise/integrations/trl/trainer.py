@@ -64,9 +64,7 @@ class GRPOTrainer(TrainingFlow):
         check_arguments(
             type(self),
             quantization_config=quantization_config if isinstance(model, str) else None,  # as in TRL
-            tools=tools,
             rollout_func=rollout_func,
-            environment_factory=environment_factory,
         )
         args = default_arguments(args, model)
         set_seed(args.seed)
@@ -81,6 +79,8 @@ class GRPOTrainer(TrainingFlow):
             processing_class,
             reward_processing_classes,
             peft_config,
+            tools,
+            environment_factory,
             self._say,
         )
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
