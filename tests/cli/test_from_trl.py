@@ -264,7 +264,7 @@ def test_what_is_refused_is_said_and_no_recipe_is_written(write, folder, capsys)
         import trl
 
         config = trl.GRPOConfig(output_dir="out", neftune_noise_alpha=5.0, num_generation=4, max_prompt_length=512)
-        trainer = trl.GRPOTrainer(model, reward, args=config, rollout_func=search, callbacks=None, tokenizer=tokenizer)
+        trainer = trl.GRPOTrainer(model, f, args=config, quantization_config=bnb, callbacks=None, tokenizer=tokenizer)
     """
     assert main(["from-trl", write(script), "--write", "recipe.toml"]) == 1
     text = capsys.readouterr().out
@@ -272,7 +272,7 @@ def test_what_is_refused_is_said_and_no_recipe_is_written(write, folder, capsys)
     assert "has no such field; did you mean 'num_generations'?" in text
     assert "max_prompt_length" in text
     assert "prompts have no maximum length" in text
-    assert "refused: rollouts of one's own are not supported" in text
+    assert "refused: quantized models are not supported" in text
     assert "GRPOTrainer of TRL 1.16 has no such argument; write processing_class" in text
     assert "does not run as it is: 5 things to change" in text
     assert "recipe.toml was not written" in text

@@ -33,8 +33,12 @@ def conversation_settings(args: Any) -> dict[str, Any]:
     return {f"environment.{name}": value for name, value in settings.items()}
 
 
-def check_factory(tools: Any, factory: Any) -> None:
-    """Refuse tools and environments of a kind that TRL does not take, or that are not supported."""
+def check_conversation_arguments(tools: Any, factory: Any, rollout_func: Any) -> None:
+    """Refuse arguments that do not go together, or of a kind that is not supported."""
+    if rollout_func is not None and (tools or factory is not None):
+        raise ConfigError(
+            "rollout_func cannot be combined with tools or environment_factory: it holds the conversations itself"
+        )
     if tools is not None and not isinstance(tools, (list, tuple)):
         raise ArgumentTypeError(f"tools is a {type(tools).__name__}; give a list of functions")
     if isinstance(factory, Mapping):

@@ -151,7 +151,11 @@ def tool_metrics(batch: Batch, environment: RunEnvironment | None) -> dict[str, 
 
 def batch_tokens(batch: Batch) -> int:
     """Tokens as TRL counts them: each completion, and its prompt once for each."""
-    return sum(len(prompt.ids) for prompt in batch.prompts) * batch.samples + int(batch.lengths.sum())
+    if batch.turns is None:
+        prompts = sum(len(prompt.ids) for prompt in batch.prompts) * batch.samples
+    else:  # conversations of a group may start differently
+        prompts = sum(batch.extra["prompt_tokens"])
+    return prompts + int(batch.lengths.sum())
 
 
 def update_metrics(metrics: Mapping[str, float], args: Any, micro_batches: int = 1) -> dict[str, float | None]:

@@ -24,10 +24,12 @@ Status = Literal["translated", "trainer", "no effect", "refused", "not known"]
 
 SEE_PROBLEM = "see the problem below"
 REFUSED_ARGUMENTS = {
-    "rollout_func": "rollouts of one's own are not supported yet",
     "quantization_config": "quantized models are not supported; train a LoRA adapter of the unquantized model",
 }
 CONVERSATION_SETTINGS = {"tools": "environment.tools", "environment_factory": "environment.factory"}
+TRAINER_ARGUMENT_TEXTS = {
+    "rollout_func": "called for each rollout, as in TRL; in a recipe an environment is in its place"
+}
 FORMER_ARGUMENTS = {"tokenizer": "; write processing_class", "ref_model": "; it is made from model if beta is not 0"}
 LORA = {
     "r": "model.lora.rank",
@@ -334,7 +336,8 @@ def _add_arguments(report: ScriptReport) -> None:
         elif name == "peft_config" and not (value.known and value.value is None):
             _add(report, _lora_entry(value))
         else:
-            report.arguments.append(ReportEntry(name, value.text, value.line, "trainer", "passed on"))
+            text = TRAINER_ARGUMENT_TEXTS.get(name, "passed on")
+            report.arguments.append(ReportEntry(name, value.text, value.line, "trainer", text))
     for value in script.trainer.unread:
         report.notes.append(f"line {value.line}: arguments in {value.text} cannot be read")
 

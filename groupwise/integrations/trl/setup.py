@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ArgumentTypeError, ConfigError
 from groupwise.integrations.trl.config import GRPOConfig
 from groupwise.integrations.trl.conversations import (
-    check_factory,
+    check_conversation_arguments,
     check_prompts_of_tools,
     conversation_settings,
     environment_reward,
@@ -22,6 +23,7 @@ from groupwise.integrations.trl.conversations import (
 from groupwise.integrations.trl.datasets import evaluation_rows, is_stream, training_rows
 from groupwise.integrations.trl.peft import INITIALISED_BY_PEFT, add_by_peft, lora_settings
 from groupwise.integrations.trl.rewards import RewardWeights, load_reward_models, make_rewards, reward_errors_as_in_trl
+from groupwise.integrations.trl.rollout_function import RolloutFunction
 from groupwise.integrations.trl.run import RunEpochs
 from groupwise.integrations.trl.translate import ALL, text_of, translate
 from groupwise.model import load_model, load_tokenizer
@@ -35,7 +37,6 @@ from groupwise.training.ranks import start_ranks
 
 NOT_SUPPORTED = {
     "quantization_config": "quantised models cannot be trained; leave it out, and use peft_config to save memory",
-    "rollout_func": "a rollout function of your own is not supported yet; leave it out",
 }
 # Methods of TRL's trainer that a subclass may replace there. They do not exist here, so the run would not call them.
 NOT_CALLED = (
@@ -91,11 +92,12 @@ def prepare_training(
     peft_config: Any,
     tools: Any,
     environment_factory: Any,
+    roll_out: Callable[[list[Any]], Any] | None,
     say: Say,
 ) -> TrainingSetup:
     """Load the model, the rows and the rewards, and translate the arguments to a recipe; every error is raised here."""
     hides_columns = bool(args.remove_unused_columns)
-    check_factory(tools, environment_factory)
+    check_conversation_arguments(tools, environment_factory, roll_out)
     converses = bool(tools) or environment_factory is not None
     rows = training_rows(
         train_dataset,
@@ -154,6 +156,11 @@ def prepare_training(
     held_out = [row for part in evaluation_sets.values() for row in part]
     task = Task("rows", rows, held_out, tuple(rewards))
     environment = make_environment(tools or (), environment_factory, recipe) if converses else None
+    if roll_out is not None:
+        ends = frozenset({*_end_tokens(processing_class, model), processing_class.pad_token_id})
+        window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        vocabulary = model.get_input_embeddings().num_embeddings
+        environment = RolloutFunction(roll_out, vocabulary, ends, window).environment
     inputs = load_inputs(recipe, task=task, environment=environment, say=say, ranks=ranks)
     check_training_inputs(recipe, inputs)
     components = load_components(recipe, inputs, say, model=model, tokenizer=processing_class, ranks=ranks)
@@ -240,14 +247,18 @@ def _check_end_tokens(args: Any, tokenizer: Any, model: Any) -> None:
     given = (args.generation_kwargs or {}).get("eos_token_id")
     if given is None:
         return
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    known = {tokenizer.eos_token_id, *(configured if isinstance(configured, (list, tuple)) else [configured])} - {None}
+    known = _end_tokens(tokenizer, model)
     if not set(given if isinstance(given, (list, tuple)) else [given]) <= known:
         raise ConfigError(
             f"generation_kwargs: eos_token_id={excerpt(given)} is not among those of the model and the tokenizer "
             f"({', '.join(map(str, sorted(known)))}); set model.generation_config.eos_token_id, so that the loss and "
             "the metrics know it, too"
         )
+
+
+def _end_tokens(tokenizer: Any, model: Any) -> set[int]:
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    return {tokenizer.eos_token_id, *(configured if isinstance(configured, (list, tuple)) else [configured])} - {None}
 
 
 def _dtype_of(args: Any, model: Any) -> torch.dtype | None:

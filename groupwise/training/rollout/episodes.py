@@ -24,7 +24,7 @@ from groupwise.training.environments import REWARD_COLUMNS
 from groupwise.training.rollout.batch import Batch, TurnFacts, filtered_probability
 
 TOOL_COLUMNS = ("tool_calls", "failed_tool_calls", "unreadable_calls")
-COLUMNS = ("opening", "conversation", "outcome", "turns", *TOOL_COLUMNS)
+COLUMNS = ("opening", "conversation", "outcome", "turns", "prompt_tokens", *TOOL_COLUMNS)
 
 
 class ConversationFacts(NamedTuple):
@@ -145,9 +145,10 @@ def batch_of_episodes(
     keep_sets: bool,
 ) -> Batch:
     """The batch of these groups of conversations, without rewards."""
-    for episodes in groups:
-        share_prompt(episodes)
     episodes = [episode for members in groups for episode in members]
+    columns = _columns(episodes)
+    for members in groups:
+        share_prompt(members)
     names = ("ids", "logps", "filtered_logps", "versions")
     ids, logps, filtered, versions = (Ragged.of([episode.joined(name) for episode in episodes]) for name in names)
     sets = [kept for episode in episodes for kept in episode.kept]
@@ -167,7 +168,7 @@ def batch_of_episodes(
         filtered_probability=filtered_probability(logps.padded(), filtered.padded(), ids.mask) if keep_sets else None,
         turns=Turns.of([episode.sequence for episode in episodes]),
         turn_facts=[_turn_facts(episode) for episode in episodes],
-        extra=_columns(episodes),
+        extra=columns,
     )
 
 
@@ -194,6 +195,7 @@ def _columns(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
         "conversation": [json.dumps(episode.messages, ensure_ascii=False) for episode in episodes],
         "outcome": [episode.outcome for episode in episodes],
         "turns": [len(episode.turns) for episode in episodes],
+        "prompt_tokens": [len(episode.prompt) for episode in episodes],
         "tool_calls": [sum(turn.calls for turn in episode.turns) for episode in episodes],
         "failed_tool_calls": [sum(turn.failed_calls for turn in episode.turns) for episode in episodes],
         "unreadable_calls": [sum(len(turn.said.problems) for turn in episode.turns) for episode in episodes],

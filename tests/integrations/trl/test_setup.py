@@ -32,7 +32,6 @@ __all__ = ["models", "workplace"]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"rollout_func": print}, "rollout_func"),
         ({"quantization_config": object()}, "quantised"),
         ({"reward_funcs": None}, "reward_funcs is missing"),
         ({"reward_funcs": [letters, 3]}, r"reward_funcs has 3 \(int\)"),

@@ -41,10 +41,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_rewards_logs_and_weights_are_those_of_trl(tmp_path, name):
     from tests.integrations.trl import tool_parity as parity
-    from tests.integrations.trl.log_parity import differences
 
     given, changes = CASES[name]
-    left_out = ["vespo/phi_seq_mean"]  # it is not logged here
     options: dict[str, Any] = {
         "tools": {"tools": [parity.multiply, parity.look]},
         "environment": {"environment_factory": parity.Till},
@@ -54,14 +52,55 @@ def test_rewards_logs_and_weights_are_those_of_trl(tmp_path, name):
     ours = parity.run_drop_in(tmp_path / "ours", changes, **options)
     messages = [message for call in theirs.calls for completion in call["completions"] for message in completion]
     assert sum(message["role"] == "tool" for message in messages) >= (0 if name == "no calls" else 10)
-    assert differences(ours.calls, theirs.calls) == []
+    compare(ours, theirs, changes)
+    assert any("tools/call_frequency" in entry for entry in ours.logs)
+
+
+FUNCTION_CASES: dict[str, dict[str, Any]] = {
+    "dapo": {},
+    "grpo, reused, KL": {"loss_type": "grpo", "num_iterations": 2, "beta": 0.1, "max_steps": 4},
+    "bnpo, two rewards": {"loss_type": "bnpo", "reward_weights": [1.0, 0.5]},
+    "luspo, sequence ratios": {"loss_type": "luspo", "importance_sampling_level": "sequence", "num_iterations": 2},
+    "vespo, entropy": {"loss_type": "vespo", "entropy_coef": 0.1, "num_iterations": 2},
+    "dr_grpo, evaluation": {
+        "loss_type": "dr_grpo",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FUNCTION_CASES)
+def test_a_rollout_function_trains_as_in_trl(tmp_path, name):
+    from tests.integrations.trl import tool_parity as parity
+
+    changes, functions = FUNCTION_CASES[name], [parity.Rollouts(), parity.Rollouts()]
+    texts = [row if name == "dapo" else {"prompt": row["prompt"][0]["content"]} for row in parity.ROWS]
+    theirs, ours = (
+        run(tmp_path / run.__name__, changes, rollout_func=function, train_dataset=Dataset.from_list(texts))
+        for run, function in zip((parity.run_trl, parity.run_drop_in), functions, strict=True)
+    )
+    assert functions[0].prompts == functions[1].prompts
+    compare(ours, theirs, changes)
+    assert theirs.calls[0]["score"][:3] == [0, 1 / 16, 2 / 16]
+    assert "env_mask" not in theirs.calls[0]
+
+
+def compare(ours: Any, theirs: Any, changes: dict[str, Any]) -> None:
+    """The arguments of rewards, the logs and the weights of two runs."""
+    from tests.integrations.trl.log_parity import differences
+
+    left_out = ["vespo/phi_seq_mean"]  # it is not logged here
     if changes.get("mask_truncated_completions"):  # entropy is a mean over what is computed
         left_out.append("entropy")
     logs = [
         [{key: entry[key] for key in entry if key not in left_out} for entry in seen.logs] for seen in (ours, theirs)
     ]
+    assert theirs.calls
+    assert differences(ours.calls, theirs.calls) == []
     assert differences(*logs, tolerance=1e-7) == []
-    assert any("tools/call_frequency" in entry for entry in ours.logs)
     for weight, value in theirs.weights.items():
         assert float((ours.weights[weight] - value).abs().max()) <= 1e-9, weight
 

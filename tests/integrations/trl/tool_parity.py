@@ -27,7 +27,7 @@ from groupwise.seeds import derive_seed
 from groupwise.trl import GRPOConfig as DropInConfig
 from tests.conversations.families import _qwen
 from tests.integrations.trl.log_parity import parity_reward, without_times
-from tests.integrations.trl.parity import SETTINGS, in_float64, trained
+from tests.integrations.trl.parity import SETTINGS, in_float64, length_reward, trained
 from tests.model.models import SIZE
 
 LONGEST = 256
@@ -156,9 +156,38 @@ class Seen:
 
     def reward(self, prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
         sums = [entry.sum for entry in columns.get("environments", ())]
-        messages = [[_without_id(message) for message in completion] for completion in completions]
-        self.calls.append({"prompts": prompts, "completions": messages, "ids": completion_ids, "sums": sums})
+        rolled_out = {name: columns[name] for name in ("score", "world", "env_mask") if name in columns}
+        messages = [
+            completion if isinstance(completion, str) else [_without_id(message) for message in completion]
+            for completion in completions
+        ]
+        own = {"ids": completion_ids, "sums": sums, **rolled_out}
+        self.calls.append({"prompts": prompts, "completions": messages, **own})
         return parity_reward(completion_ids)
+
+
+class Rollouts:
+    """A ``rollout_func`` of random tokens, of which an environment gave some; each call has others."""
+
+    def __init__(self) -> None:
+        self.prompts: list[Any] = []
+
+    def __call__(self, prompts: Any, trainer: Any) -> dict[str, Any]:
+        ids, output = trainer.processing_class, {"prompt_ids": [], "completion_ids": [], "env_mask": [], "score": []}
+        generator = torch.Generator().manual_seed(len(self.prompts))
+        self.prompts.append(prompts)
+        for number, prompt in enumerate(prompts):
+            text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+            length = int(torch.randint(4, 20, (), generator=generator))
+            completion = torch.randint(250, (length,), generator=generator).tolist()
+            mask = [1, *torch.randint(2, (length - 1,), generator=generator).tolist()]
+            if number % 3 == 0:
+                mask = [0, *mask[:-1]]  # the environment begins
+            output["prompt_ids"].append(ids(text + "!" * (number % 2))["input_ids"])
+            output["completion_ids"].append(completion if number % 4 else [*completion[:-1], ids.eos_token_id])
+            output["env_mask"].append(mask)
+            output["score"].append(number / 16)
+        return {**output, "logprobs": [[-1.0] * len(mask) for mask in output["env_mask"]], "world": "flat"}
 
 
 def _without_id(message: dict[str, Any]) -> dict[str, Any]:
@@ -233,7 +262,8 @@ def train(kind: Any, config: Any, **options: Any) -> Seen:
     seen = Seen()
     evaluated = Dataset.from_list(ROWS[:2]) if config.eval_strategy != "no" else None
     arguments = {"args": config, "train_dataset": Dataset.from_list(ROWS), "eval_dataset": evaluated}
-    trainer = kind(make_model(), seen.reward, processing_class=tokenizer(), **{**arguments, **options})
+    rewards = [seen.reward, length_reward][: len(config.reward_weights or [1])]
+    trainer = kind(make_model(), rewards, processing_class=tokenizer(), **{**arguments, **options})
     trainer.train()
     seen.logs = [without_times(entry) for entry in trainer.state.log_history]
     seen.weights = trained(trainer.model)
