@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from groupwise.integrations.trl.trainer import GRPOTrainer as DropIn
 from groupwise.model.logprobs import completion_logps
 from groupwise.seeds import derive_seed
 from groupwise.trl import GRPOConfig as DropInConfig
-from tests.conversations.families import _qwen
+from tests.integrations.trl.fixtures import tool_tokenizer
 from tests.integrations.trl.log_parity import parity_reward, without_times
 from tests.integrations.trl.parity import SETTINGS, in_float64, length_reward, trained
 from tests.model.models import SIZE
@@ -35,16 +34,8 @@ CHANGES = {"max_completion_length": LONGEST, "max_steps": 3, "logging_steps": 1}
 ROWS = [{"prompt": [{"role": "user", "content": f"What is {n} times 3?"}], "number": n} for n in range(6)]
 
 
-def tokenizer() -> Any:
-    """A small tokenizer with a template that TRL knows, and its end of a turn as EOS."""
-    made = _qwen()
-    made.chat_template = (files("trl") / "chat_templates" / "qwen2_5.jinja").read_text()
-    made.pad_token = "<|endoftext|>"
-    return made
-
-
 def make_model() -> LlamaForCausalLM:
-    ids = tokenizer()
+    ids = tool_tokenizer()
     special = {"pad_token_id": ids.pad_token_id, "bos_token_id": None, "eos_token_id": ids.eos_token_id}
     config = LlamaConfig(**{**SIZE, **special, "vocab_size": len(ids), "num_hidden_layers": 2})
     config.max_position_embeddings = 2048
@@ -64,7 +55,7 @@ def forced_turn(context: Sequence[int], number: int) -> list[int]:
     """The turn of sample ``number`` after these tokens: a call, two calls, an answer, or one that has no end."""
     seed = derive_seed("turn", *context, number)
     digit, kind = seed % 7, seed // 7 % 6
-    ids = tokenizer()
+    ids = tool_tokenizer()
     said = {
         0: f"It is {seed % 30}.",
         1: call("multiply", a=digit, b=3),
@@ -211,7 +202,7 @@ class ForcedTurns(LocalGenerator):
         with torch.no_grad():
             logps = completion_logps(self.handle, prompts, groups, temperature=sampling.temperature).logps.float()
         ids = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True)
-        end = tokenizer().eos_token_id
+        end = tool_tokenizer().eos_token_id
         return Rollout(
             ids=ids,
             lengths=torch.tensor([len(completion) for completion in completions]),
@@ -263,7 +254,7 @@ def train(kind: Any, config: Any, **options: Any) -> Seen:
     evaluated = Dataset.from_list(ROWS[:2]) if config.eval_strategy != "no" else None
     arguments = {"args": config, "train_dataset": Dataset.from_list(ROWS), "eval_dataset": evaluated}
     rewards = [seen.reward, length_reward][: len(config.reward_weights or [1])]
-    trainer = kind(make_model(), rewards, processing_class=tokenizer(), **{**arguments, **options})
+    trainer = kind(make_model(), rewards, processing_class=tool_tokenizer(), **{**arguments, **options})
     trainer.train()
     seen.logs = [without_times(entry) for entry in trainer.state.log_history]
     seen.weights = trained(trainer.model)
