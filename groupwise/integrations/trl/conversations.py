@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from groupwise.conversations import Episode
 from groupwise.data import where_of
 from groupwise.environments import Message, MethodEnvironment, ToolEnvironment, make_tools, with_opening
 from groupwise.errors import ArgumentTypeError, ConfigError, UserCodeError
+from groupwise.integrations.trl.rollout_function import RolloutFunction
 from groupwise.tasks.base import TaskRow
 from groupwise.text import excerpt
 from groupwise.training.environments import RunEnvironment, limits_of
@@ -20,65 +21,89 @@ from groupwise.training.rollout.episodes import ConversationFacts, ConversationS
 from groupwise.user_code import guarded
 
 
-def conversation_settings(args: Any) -> dict[str, Any]:
-    """The settings of conversations: all of them end by ``max_completion_length``, or by the number of turns.
+@dataclass(frozen=True)
+class ConversationArguments:
+    """The arguments of a trainer by which completions are conversations, or are made by a function of prompts."""
 
-    TRL has no limits of time and of the length of a message.
-    """
-    seconds = dict.fromkeys(("tool_seconds", "turn_seconds", "wait_seconds"), float(args.ddp_timeout))
-    most = {"max_tool_calls": 2**31 - 1, "max_reply_chars": 2**31 - 1}
-    if args.max_tool_calling_iterations is None:
-        most["max_turns"] = args.max_completion_length  # each turn has a token
-    settings = {"max_tokens": args.max_completion_length, **most, **seconds}
-    return {f"environment.{name}": value for name, value in settings.items()}
+    tools: Any
+    factory: Any  # of environments
+    rollout: Callable[[list[Any]], Any] | None
 
-
-def check_conversation_arguments(tools: Any, factory: Any, rollout_func: Any) -> None:
-    """Refuse arguments that do not go together, or of a kind that is not supported."""
-    if rollout_func is not None and (tools or factory is not None):
-        raise ConfigError(
-            "rollout_func cannot be combined with tools or environment_factory: it holds the conversations itself"
-        )
-    if tools is not None and not isinstance(tools, (list, tuple)):
-        raise ArgumentTypeError(f"tools is a {type(tools).__name__}; give a list of functions")
-    if isinstance(factory, Mapping):
-        raise ConfigError(
-            "environment_factory: a dict of several environments is not supported; give one class whose reset() "
-            "chooses by a column of the row"
-        )
-    if factory is not None and not callable(factory):
-        raise ArgumentTypeError(
-            f"environment_factory is {excerpt(factory)}; give a class, or a function that makes an environment"
-        )
-
-
-def check_prompts_of_tools(rows: Sequence[TaskRow], name: str) -> None:
-    """Raise an error for a prompt that is a text: only a chat template tells the model of its tools."""
-    for number, row in enumerate(rows):
-        if isinstance(row["prompt"], str):
+    def __post_init__(self) -> None:
+        if self.rollout is not None and self.uses_tools:
             raise ConfigError(
-                f"{name}: {where_of(row, number)} has a text as its prompt, but tools and environments need messages; "
-                "write [{'role': 'user', 'content': ...}]"
+                "rollout_func cannot be combined with tools or environment_factory: it holds the conversations itself"
+            )
+        if self.tools is not None and not isinstance(self.tools, (list, tuple)):
+            raise ArgumentTypeError(f"tools is a {type(self.tools).__name__}; give a list of functions")
+        if isinstance(self.factory, Mapping):
+            raise ConfigError(
+                "environment_factory: a dict of several environments is not supported; give one class whose reset() "
+                "chooses by a column of the row"
+            )
+        if self.factory is not None and not callable(self.factory):
+            raise ArgumentTypeError(
+                f"environment_factory is {excerpt(self.factory)}; give a class, or a function that makes an environment"
             )
 
+    @property
+    def uses_tools(self) -> bool:
+        return bool(self.tools) or self.factory is not None
 
-def make_environment(tools: Sequence[Any], factory: Callable[[], Any] | None, recipe: Recipe) -> RunEnvironment:
-    """What makes the environments of a run with tools, with an environment whose methods are tools, or with both."""
-    limits = replace(limits_of(recipe), max_tool_turns=recipe.environment.max_turns - 1)
-    functions = make_tools(tools)
-    if factory is None:
-        make: Callable[[], Any] = partial(ToolEnvironment, functions, limits)
-        return RunEnvironment(make, False, (), ToolConversations)
-    make = partial(MethodEnvironment, factory, limits, functions)
-    return RunEnvironment(make, False, ("environments", "environment_reward"), ToolConversations)
+    def rows_without_prompts(self, args: Any) -> list[TaskRow] | None:
+        """The rows of a rollout without a data set, as TRL has them: their environments say everything."""
+        if self.factory is None:
+            return None
+        if args.max_steps <= 0:
+            raise ConfigError("without a train_dataset the length of the run is not known; set max_steps in GRPOConfig")
+        prompt = [{"role": "user", "content": ""}]
+        return [{"prompt": prompt} for _ in range(args.generation_batch_size // args.num_generations)]
 
+    def check_prompts(self, rows: Sequence[TaskRow], name: str) -> None:
+        """Raise an error for a text as a prompt, if there are tools: only a chat template tells the model of them."""
+        for number, row in enumerate(rows if self.uses_tools else ()):
+            if isinstance(row["prompt"], str):
+                raise ConfigError(
+                    f"{name}: {where_of(row, number)} has a text as its prompt, but tools and environments need "
+                    "messages; write [{'role': 'user', 'content': ...}]"
+                )
 
-def environment_reward(factory: Callable[[], Any] | None) -> EnvironmentReward | None:
-    """The reward that an environment gives by ``get_reward``; None if it has no such method."""
-    if factory is None:
-        return None
-    kind = factory if isinstance(factory, type) else type(guarded(factory, "environment_factory")())
-    return EnvironmentReward(kind.__name__) if callable(getattr(kind, "get_reward", None)) else None
+    def settings(self, args: Any) -> dict[str, Any]:
+        """The settings of conversations: all of them end by ``max_completion_length``, or by the number of turns.
+
+        TRL has no limits of time and of the length of a message.
+        """
+        if not self.uses_tools:
+            return {}
+        seconds = dict.fromkeys(("tool_seconds", "turn_seconds", "wait_seconds"), float(args.ddp_timeout))
+        most = {"max_tool_calls": 2**31 - 1, "max_reply_chars": 2**31 - 1}
+        if args.max_tool_calling_iterations is None:
+            most["max_turns"] = args.max_completion_length  # each turn has a token
+        settings = {"max_tokens": args.max_completion_length, **most, **seconds}
+        return {f"environment.{name}": value for name, value in settings.items()}
+
+    def reward(self) -> EnvironmentReward | None:
+        """The reward that environments give by ``get_reward``; None if they have no such method."""
+        if self.factory is None:
+            return None
+        is_class = isinstance(self.factory, type)
+        kind = self.factory if is_class else type(guarded(self.factory, "environment_factory")())
+        return EnvironmentReward(kind.__name__) if callable(getattr(kind, "get_reward", None)) else None
+
+    def environment(self, recipe: Recipe, model: Any, end_ids: set[int]) -> RunEnvironment | None:
+        """What holds the conversations of a run; None if completions are single turns."""
+        if self.rollout is not None:
+            context_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+            vocabulary = model.get_input_embeddings().num_embeddings
+            return RolloutFunction(self.rollout, vocabulary, frozenset(end_ids), context_length).environment
+        if not self.uses_tools:
+            return None
+        limits = replace(limits_of(recipe), max_tool_turns=recipe.environment.max_turns - 1)
+        functions = make_tools(self.tools or ())
+        if self.factory is None:
+            return RunEnvironment(partial(ToolEnvironment, functions, limits), False, (), ToolConversations)
+        make = partial(MethodEnvironment, self.factory, limits, functions)
+        return RunEnvironment(make, False, ("environments", "environment_reward"), ToolConversations)
 
 
 class EnvironmentReward:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +12,10 @@ from groupwise.config import Recipe
 from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ArgumentTypeError, ConfigError
 from groupwise.integrations.trl.config import GRPOConfig
-from groupwise.integrations.trl.conversations import (
-    check_conversation_arguments,
-    check_prompts_of_tools,
-    conversation_settings,
-    environment_reward,
-    make_environment,
-)
+from groupwise.integrations.trl.conversations import ConversationArguments
 from groupwise.integrations.trl.datasets import evaluation_rows, is_stream, training_rows
 from groupwise.integrations.trl.peft import INITIALISED_BY_PEFT, add_by_peft, lora_settings
 from groupwise.integrations.trl.rewards import RewardWeights, load_reward_models, make_rewards, reward_errors_as_in_trl
-from groupwise.integrations.trl.rollout_function import RolloutFunction
 from groupwise.integrations.trl.run import RunEpochs
 from groupwise.integrations.trl.translate import ALL, text_of, translate
 from groupwise.model import load_model, load_tokenizer
@@ -90,15 +82,13 @@ def prepare_training(
     processing_class: Any,
     reward_processing_classes: Any,
     peft_config: Any,
-    tools: Any,
-    environment_factory: Any,
-    roll_out: Callable[[list[Any]], Any] | None,
+    conversations: ConversationArguments,
     say: Say,
 ) -> TrainingSetup:
     """Load the model, the rows and the rewards, and translate the arguments to a recipe; every error is raised here."""
     hides_columns = bool(args.remove_unused_columns)
-    check_conversation_arguments(tools, environment_factory, roll_out)
-    converses = bool(tools) or environment_factory is not None
+    if train_dataset is None:
+        train_dataset = conversations.rows_without_prompts(args)
     rows = training_rows(
         train_dataset,
         limit=_rows_of_stream(args) if is_stream(train_dataset) else None,
@@ -110,17 +100,13 @@ def prepare_training(
             f"eval_strategy is {text_of(args.eval_strategy)!r}, but there is no "
             "eval_dataset: give one to GRPOTrainer, or set eval_strategy to 'no'"
         )
-    if converses:
-        check_prompts_of_tools(rows, "train_dataset")
-        for name, part in evaluation_sets.items():
-            check_prompts_of_tools(part, f"eval_dataset {name}".rstrip())
+    for name, part in {"train_dataset": rows, **evaluation_sets}.items():
+        conversations.check_prompts(part, name or "eval_dataset")
     _check_model(model)
     translation = translate(args, rows=None if is_stream(train_dataset) else len(rows))
     for note in translation.notes:
         say(note)
-    settings: dict[str, Any] = {**OWN_SETTINGS, "model.source": _source_of(model)}
-    if converses:
-        settings |= conversation_settings(args)
+    settings: dict[str, Any] = {**OWN_SETTINGS, **conversations.settings(args), "model.source": _source_of(model)}
     if is_stream(train_dataset):
         settings["data.shuffle"] = False
     if os.path.isdir(settings["model.source"]):  # a folder has no versions; transformers ignores the revision, too
@@ -144,7 +130,7 @@ def prepare_training(
     settings["run.export_dtype"] = EXPORTED.get(saved_dtype)
     recipe = translation.recipe(settings)
 
-    own_reward = environment_reward(environment_factory)
+    own_reward = conversations.reward()
     functions, tokenizers = load_reward_models(
         reward_funcs, reward_processing_classes, args, device, needed=own_reward is None
     )
@@ -155,12 +141,8 @@ def prepare_training(
     ranks = start_ranks(recipe)
     held_out = [row for part in evaluation_sets.values() for row in part]
     task = Task("rows", rows, held_out, tuple(rewards))
-    environment = make_environment(tools or (), environment_factory, recipe) if converses else None
-    if roll_out is not None:
-        ends = frozenset({*_end_tokens(processing_class, model), processing_class.pad_token_id})
-        window = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        vocabulary = model.get_input_embeddings().num_embeddings
-        environment = RolloutFunction(roll_out, vocabulary, ends, window).environment
+    end_ids = _end_tokens(processing_class, model) | {processing_class.pad_token_id}
+    environment = conversations.environment(recipe, model, end_ids)
     inputs = load_inputs(recipe, task=task, environment=environment, say=say, ranks=ranks)
     check_training_inputs(recipe, inputs)
     components = load_components(recipe, inputs, say, model=model, tokenizer=processing_class, ranks=ranks)

@@ -19,6 +19,7 @@ from groupwise.errors import ArgumentTypeError, ConfigError
 from groupwise.generate.registry import make_generator
 from groupwise.integrations.trl.callbacks import SAVED_AS, RowBatches
 from groupwise.integrations.trl.config import GRPOConfig
+from groupwise.integrations.trl.conversations import ConversationArguments
 from groupwise.integrations.trl.datasets import evaluation_rows
 from groupwise.integrations.trl.evaluation import evaluate_sampled, evaluation_batches, held_out_row, reference_model
 from groupwise.integrations.trl.flow import TrainingFlow
@@ -76,12 +77,11 @@ class GRPOTrainer(TrainingFlow):
             processing_class,
             reward_processing_classes,
             peft_config,
-            tools,
-            environment_factory,
-            self._rollout_function(rollout_func),
+            ConversationArguments(tools, environment_factory, self._rollout_function(rollout_func)),
             self._say,
         )
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.train_dataset = setup.components.task.train if train_dataset is None else train_dataset
+        self.eval_dataset = eval_dataset
         self.recipe = setup.recipe
         self.reward_funcs, self.reward_processing_classes = setup.reward_funcs, setup.reward_tokenizers
         self.reward_func_names = [reward_name(reward) for reward in setup.reward_funcs]

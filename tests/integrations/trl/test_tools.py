@@ -167,7 +167,7 @@ def forced(workplace, monkeypatch):
         }
         settings = {**tool_parity.SETTINGS, "output_dir": "out", "max_steps": 2, "logging_steps": 1}
         args = GRPOConfig(**{**settings, "max_completion_length": 256, **options})
-        data = rows() if data is None else data
+        data = None if data is False else data or rows()
         tokenizer = tool_tokenizer()
         return GRPOTrainer(
             tool_parity.make_model().float(), reward_funcs, args, data, processing_class=tokenizer, **arguments
@@ -227,6 +227,27 @@ def test_calls_after_the_last_iteration_are_not_made(forced):
     assert log["rewards/Shop/mean"] == pytest.approx(-sum(abs(p - n - 1) for p in (1, 2) for n in range(4)) / 64)
     assert log["tools/call_frequency"] == 2.0
     assert log["completions/clipped_ratio"] == 0.0
+
+
+def test_an_environment_without_a_data_set(forced):
+    class Riddle(Shop):
+        def reset(self, **columns: Any) -> str:
+            return f"{super().reset(price=5)} Pay it."
+
+    seen: list[Any] = []
+
+    def watch(prompts: Any, **_: Any) -> list[float]:
+        seen.append(prompts)
+        return [0.0] * len(prompts)
+
+    with pytest.raises(ConfigError, match="max_steps"):
+        forced(PAY, environment_factory=Riddle, data=False, max_steps=-1)
+    trainer = forced(PAY, "Done.", environment_factory=Riddle, data=False, reward_funcs=watch)
+    trainer.train()
+    assert len(trainer.train_dataset) == 2  # the prompts of a rollout
+    assert seen[0] == [[{"role": "user", "content": " The price is 5. Pay it."}]] * 8
+    shares = [entry["rewards/Riddle/mean"] for entry in trainer.state.log_history[:2]]
+    assert shares == pytest.approx([-(5 + 4 + 3 + 2) / 32] * 2)
 
 
 def test_an_environment_that_fails_ends_the_run_and_keeps_its_steps(forced):
