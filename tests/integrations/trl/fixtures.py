@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from importlib.resources import files
 from importlib.util import find_spec
@@ -28,7 +29,7 @@ DATA = {
 
 def tool_tokenizer() -> Any:
     """A small tokenizer with a chat template for tools: Qwen2.5's as TRL knows it, where TRL is installed."""
-    tokenizer = BY_NAME["qwen2_5"].tokenizer()
+    tokenizer = copy.deepcopy(BY_NAME["qwen2_5"].tokenizer())  # TRL changes it
     tokenizer.pad_token = "<|endoftext|>"
     if find_spec("trl") is not None:
         tokenizer.chat_template = (files("trl") / "chat_templates" / "qwen2_5.jinja").read_text()

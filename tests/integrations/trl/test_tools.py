@@ -156,8 +156,8 @@ def forced(workplace, monkeypatch):
 
     def make(*turns: str, reward_funcs: Any = None, data: Any = None, **options: Any) -> GRPOTrainer:
         def turn(context: list[int], number: int) -> list[int]:
-            answered = list(context).count(tool_tokenizer().eos_token_id) // 2 - 1  # a turn and its answer end so
-            return tool_tokenizer()(turns[answered].replace("NUMBER", str(number)) + "<|im_end|>")["input_ids"]
+            answered = list(context).count(tool_parity.TOKENIZER.eos_token_id) // 2 - 1  # a turn and its answer end so
+            return tool_parity.TOKENIZER(turns[answered].replace("NUMBER", str(number)) + "<|im_end|>")["input_ids"]
 
         monkeypatch.setattr(tool_parity, "forced_turn", turn)
         for module in (groupwise.training.trainer, groupwise.integrations.trl.trainer):
@@ -168,10 +168,8 @@ def forced(workplace, monkeypatch):
         settings = {**tool_parity.SETTINGS, "output_dir": "out", "max_steps": 2, "logging_steps": 1}
         args = GRPOConfig(**{**settings, "max_completion_length": 256, **options})
         data = None if data is False else data or rows()
-        tokenizer = tool_tokenizer()
-        return GRPOTrainer(
-            tool_parity.make_model().float(), reward_funcs, args, data, processing_class=tokenizer, **arguments
-        )
+        model = tool_parity.make_model().float()
+        return GRPOTrainer(model, reward_funcs, args, data, processing_class=tool_tokenizer(), **arguments)
 
     return make
 

@@ -30,14 +30,14 @@ from tests.integrations.trl.parity import SETTINGS, in_float64, length_reward, t
 from tests.model.models import SIZE
 
 LONGEST = 256
+TOKENIZER = tool_tokenizer()
 CHANGES = {"max_completion_length": LONGEST, "max_steps": 3, "logging_steps": 1}
 ROWS = [{"prompt": [{"role": "user", "content": f"What is {n} times 3?"}], "number": n} for n in range(6)]
 
 
 def make_model() -> LlamaForCausalLM:
-    ids = tool_tokenizer()
-    special = {"pad_token_id": ids.pad_token_id, "bos_token_id": None, "eos_token_id": ids.eos_token_id}
-    config = LlamaConfig(**{**SIZE, **special, "vocab_size": len(ids), "num_hidden_layers": 2})
+    special = {"pad_token_id": TOKENIZER.pad_token_id, "bos_token_id": None, "eos_token_id": TOKENIZER.eos_token_id}
+    config = LlamaConfig(**{**SIZE, **special, "vocab_size": len(TOKENIZER), "num_hidden_layers": 2})
     config.max_position_embeddings = 2048
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -55,7 +55,6 @@ def forced_turn(context: Sequence[int], number: int) -> list[int]:
     """The turn of sample ``number`` after these tokens: a call, two calls, an answer, or one that has no end."""
     seed = derive_seed("turn", *context, number)
     digit, kind = seed % 7, seed // 7 % 6
-    ids = tool_tokenizer()
     said = {
         0: f"It is {seed % 30}.",
         1: call("multiply", a=digit, b=3),
@@ -64,10 +63,10 @@ def forced_turn(context: Sequence[int], number: int) -> list[int]:
         4: f"{seed} " * 60,  # often cut off
         5: call("look", place="Rome"),  # its result is too long
     }
-    answered = list(context).count(ids.convert_tokens_to_ids("<tool_response>"))
+    answered = list(context).count(TOKENIZER.convert_tokens_to_ids("<tool_response>"))
     if (answered >= 1 and kind == 3) or (answered >= 2 and kind != 4):
         kind = 0  # a call that is cut off is shown in another way
-    turn: list[int] = ids(said[kind] + "<|im_end|>")["input_ids"]
+    turn: list[int] = TOKENIZER(said[kind] + "<|im_end|>")["input_ids"]
     return turn
 
 
@@ -202,7 +201,7 @@ class ForcedTurns(LocalGenerator):
         with torch.no_grad():
             logps = completion_logps(self.handle, prompts, groups, temperature=sampling.temperature).logps.float()
         ids = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True)
-        end = tool_tokenizer().eos_token_id
+        end = TOKENIZER.eos_token_id
         return Rollout(
             ids=ids,
             lengths=torch.tensor([len(completion) for completion in completions]),
