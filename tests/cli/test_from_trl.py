@@ -299,6 +299,12 @@ def test_tools_and_environments_become_settings(write, capsys):
     assert report["runs"]
     report = as_json(capsys, write(script.replace("{given}", "environment_factory=make_shop(), tools=None")))
     assert "environment.factory" not in report["settings"]
+    both = as_json(capsys, write(script.replace("{given}", "tools=[search], environment_factory=Shop")))
+    assert any("not both" in note for note in both["notes"])
+    several = as_json(capsys, write(script.replace("{given}", "environment_factory={'a': Shop}")), status=1)
+    assert not several["runs"]
+    mixed = as_json(capsys, write(script.replace("{given}", "tools=[search], rollout_func=search")), status=1)
+    assert mixed["problems"] == ["rollout_func cannot be combined with tools or environment_factory"]
     (entry,) = (entry for entry in report["arguments"] if entry["name"] == "environment_factory")
     assert (entry["status"], entry["text"]) == ("trainer", "called as in TRL; in a recipe environment.factory")
 

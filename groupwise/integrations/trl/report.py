@@ -318,6 +318,7 @@ def _unknown_field(name: str, value: ScriptValue, known: set[str]) -> ReportEntr
 def _add_arguments(report: ScriptReport) -> None:
     script = report.script
     arguments = {name: value for name, value in script.trainer.arguments.items() if name != "args"}
+    given = {name for name, value in arguments.items() if not (value.known and not value.value)}
     for name, value in arguments.items():
         if name in REFUSED_ARGUMENTS and not (value.known and value.value is None):
             report.arguments.append(ReportEntry(name, value.text, value.line, "refused", REFUSED_ARGUMENTS[name]))
@@ -331,13 +332,15 @@ def _add_arguments(report: ScriptReport) -> None:
             _add(report, _rewards_entry(report, value))
         elif name == "train_dataset":
             _add(report, _dataset_entry(name, value))
-        elif name in CONVERSATION_SETTINGS and not (value.known and not value.value):
+        elif name in CONVERSATION_SETTINGS and name in given:
             _add(report, _conversations_entry(report, name, value))
         elif name == "peft_config" and not (value.known and value.value is None):
             _add(report, _lora_entry(value))
         else:
             text = TRAINER_ARGUMENT_TEXTS.get(name, "passed on")
             report.arguments.append(ReportEntry(name, value.text, value.line, "trainer", text))
+    if "rollout_func" in given and given & set(CONVERSATION_SETTINGS):
+        report.problems.append("rollout_func cannot be combined with tools or environment_factory")
     for value in script.trainer.unread:
         report.notes.append(f"line {value.line}: arguments in {value.text} cannot be read")
 
@@ -381,6 +384,10 @@ def _rewards_entry(report: ScriptReport, value: ScriptValue) -> ReportEntry:
 def _conversations_entry(report: ScriptReport, name: str, value: ScriptValue) -> ReportEntry:
     """Tools, or an environment. Those that are defined in the script can be named in a recipe."""
     script, setting = report.script, CONVERSATION_SETTINGS[name]
+    if value.text.startswith("{"):
+        return ReportEntry(name, value.text, value.line, "refused", "a dict of several environments is not supported")
+    if setting == "environment.factory" and "environment.tools" in report.settings:
+        report.notes.append("a recipe has tools or an environment, not both: make the tools methods of the environment")
     if not value.names or not set(value.names) <= script.functions | script.classes:
         return ReportEntry(name, value.text, value.line, "trainer", f"called as in TRL; in a recipe {setting}")
     named = [f"{script.path.name if script.guarded else 'tools.py'}:{part}" for part in value.names]

@@ -60,14 +60,12 @@ class RolloutFunction:
         if not isinstance(output, Mapping):
             listed = ", ".join(TOKEN_FIELDS)
             raise InvalidRolloutError(f"rollout_func returned {excerpt(output)}; it must return a dict with {listed}")
-        if missing := [name for name in TOKEN_FIELDS if name not in output]:
-            raise InvalidRolloutError(f"rollout_func must return keys {missing} in its output dict")
-        values = {name: _entries(name, value, len(prompts)) for name, value in output.items() if value is not None}
-        if "logprobs" not in values:
+        given = {name: value for name, value in output.items() if value is not None}
+        if missing := [name for name in TOKEN_FIELDS if name not in given]:
             raise InvalidRolloutError(
-                "rollout_func: logprobs is None; give the log-prob that each token was sampled with, and 0.0 for those "
-                "with env_mask 0"
+                f"rollout_func must return keys {missing} in its output dict, each with a list for every prompt"
             )
+        values = {name: _entries(name, value, len(prompts)) for name, value in given.items()}
         return [
             self._rollout(number, {name: entries[number] for name, entries in values.items()})
             for number in range(len(prompts))
@@ -148,9 +146,7 @@ class FunctionConversations(ConversationSampler):
         episodes: list[Episode] = [self._episode(rollout, generator.version) for rollout in rollouts]
         return [episodes[first : first + samples] for first in range(0, len(episodes), samples)]
 
-    def facts_of(self, row: TaskRow, episode: Episode) -> ConversationFacts:
-        if not isinstance(episode, TokenEpisode):
-            raise TypeError(f"an episode of a function is expected, not a {type(episode).__name__}")
+    def facts_of(self, row: TaskRow, episode: Any) -> ConversationFacts:
         return ConversationFacts(episode.messages, episode.ids, episode.columns)
 
     def _episode(self, rollout: TokenRollout, version: int) -> TokenEpisode:
@@ -176,16 +172,16 @@ class FunctionConversations(ConversationSampler):
 
 def _entries(name: str, values: Any, count: int) -> list[Any]:
     """A value of the result for each prompt. As in TRL, a field for rewards that is no list is the same for all."""
-    entries = _as_list(values) if name in (*TOKEN_FIELDS, MASK) else values
-    if not isinstance(entries, list) and name not in (*TOKEN_FIELDS, MASK):
-        return [entries] * count
-    if not isinstance(entries, (list, tuple)) or len(entries) != count:
-        given = f"{len(entries)} entries" if isinstance(entries, (list, tuple)) else excerpt(values)
+    if not isinstance(values, list) and name not in (*TOKEN_FIELDS, MASK):
+        return [values] * count
+    entries = _as_list(values)
+    if not isinstance(entries, list) or len(entries) != count:
+        given = f"{len(entries)} entries" if isinstance(entries, list) else excerpt(values)
         raise InvalidRolloutError(
             f"rollout_func: {name} has {given} for {count} prompts; give one for each (a prompt comes once for each of "
             "its completions)"
         )
-    return list(entries)
+    return entries
 
 
 def _numbers(where: str, name: str, value: Any, count: int) -> list[float]:

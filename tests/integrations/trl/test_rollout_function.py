@@ -120,7 +120,8 @@ def changed(**changes: Any) -> Any:
     [
         (lambda prompts, trainer: [], "returned \\[\\].* dict with prompt_ids, completion_ids, logprobs"),
         (lambda prompts, trainer: {"prompt_ids": [], "completion_ids": []}, r"must return keys \['logprobs'\]"),
-        (changed(logprobs=None), "logprobs is None"),
+        (changed(logprobs=None), r"must return keys \['logprobs'\]"),
+        (changed(prompt_ids=None), r"must return keys \['prompt_ids'\]"),
         (changed(completion_ids=[[1]]), "completion_ids has 1 entries for 4 prompts"),
         (changed(score=[1.0]), "score has 1 entries for 4 prompts"),
         (changed(completion_ids=3), "completion_ids has 3 for 4 prompts"),
