@@ -249,7 +249,7 @@ def test_an_environment_without_a_data_set(forced):
 
 
 def test_an_environment_that_fails_ends_the_run_and_keeps_its_steps(forced):
-    data = Dataset.from_list([{**row, "price": 99 if number > 1 else 1} for number, row in enumerate(rows())])
+    data = Dataset.from_list([{**row, "price": 99 if number == 3 else 1} for number, row in enumerate(rows())])
     trainer = forced(PAY, "Done.", environment_factory=Shop, data=data, save_strategy="steps", save_steps=1)
     with pytest.raises(UserCodeError, match="the till is stuck"):
         trainer.train()
