@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,15 +55,18 @@ class Episode:
     counts: dict[str, float] = field(default_factory=dict)
     failure: str | None = None  # why the environment failed
     attempts: int = 1
+    environment: Any = None  # it was held with this one, which is in no other conversation until all are done
+    greeting: list[Message] = field(default_factory=list)  # what the environment said before the first turn
 
     @property
     def context(self) -> list[int]:
         """All tokens so far."""
-        ids = [*self.prompt, *self.opening]
-        for turn in self.turns:
-            ids += turn.sampled.ids.tolist()
-            ids += turn.given
-        return ids
+        return [*self.prompt, *self.opening, *self.completion]
+
+    @property
+    def completion(self) -> list[int]:
+        """The tokens of all turns, and those that were given between them."""
+        return [token for turn in self.turns for token in (*turn.sampled.ids.tolist(), *turn.given)]
 
     @property
     def length(self) -> int:

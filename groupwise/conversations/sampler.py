@@ -153,6 +153,9 @@ class EpisodeSampler:
         except BaseException:
             session.abandon()
             raise
+        finally:
+            for environment in session.used:
+                self.give_back(environment)
 
 
 class _Session:
@@ -172,6 +175,7 @@ class _Session:
         self.unstarted = [samples] * len(starts)  # first attempts that have not started yet, by group
         self.openings: list[list[_Running]] = [[] for _ in starts]  # first attempts that wait for these
         self.open: list[Partner] = []  # environments in a conversation
+        self.used: list[Partner] = []  # environments whose conversation has ended
         self.done = self.tokens = 0
 
     def abandon(self) -> None:
@@ -236,6 +240,7 @@ class _Session:
             elif isinstance(answer, Reply):
                 self._reply(episode, answer)
             elif answer:
+                episode.greeting = answer
                 episode.prompt = self.format.prompt(with_opening(start.messages, answer))
         except InputError as error:  # the chat template takes no such messages
             return EnvironmentFailed(
@@ -344,10 +349,12 @@ class _Session:
             episode.rewards = {name: value for name, value in reward.items() if value is not None}
             reward = sum(episode.rewards.values()) if episode.rewards else None
         episode.reward = reward
+        if isinstance(running.environment, WatchedEnvironment):
+            episode.environment = running.environment.environment
         self.finished[running.group][running.number] = episode
         self.done += 1
         self.open.remove(running.environment)
-        self.sampler.give_back(running.environment)
+        self.used.append(running.environment)
 
     def _failed(self, running: _Running, failure: EnvironmentFailed) -> list[tuple[Any, Any]]:
         """Start the episode again, or give it up."""

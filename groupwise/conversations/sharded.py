@@ -22,7 +22,8 @@ from groupwise.generate.types import Generator
 
 TENSORS = ("ids", "logps", "filtered_logps", "versions")  # of `SampledTokens`
 TURN = ("messages", "given", "reward", "calls", "failed_calls")  # what is sent of a turn as it is
-EPISODE = ("prompt", "opening", "outcome", "reward", "rewards", "counts", "failure", "attempts")  # and of an episode
+# And of an episode. Its environment stays on its rank.
+EPISODE = ("prompt", "opening", "outcome", "reward", "rewards", "counts", "failure", "attempts", "greeting")
 
 
 def divide_episodes(

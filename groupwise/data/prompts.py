@@ -37,6 +37,7 @@ class PromptBuilder:
 
     system_prompt: a system message put first, unless the row's messages begin with one.
     assistant_last: messages may end with one of the assistant's, after which the answer is another one.
+    may_be_empty: the last message may be blank, because an environment says what follows it.
     chat_template_kwargs: arguments of the chat template, such as ``{"enable_thinking": False}``.
     max_prompt_length, on_too_long: a longer prompt is an ``"error"``, is left out (``"drop"``), or keeps only its last
         tokens (``"truncate"``, for texts without a template). After `build`, ``dropped`` is the number of prompts left
@@ -53,6 +54,7 @@ class PromptBuilder:
         max_prompt_length: int | None = None,
         on_too_long: str = "error",
         assistant_last: bool = False,
+        may_be_empty: bool = False,
     ) -> None:
         if system_prompt is not None and (not isinstance(system_prompt, str) or has_lone_surrogate(system_prompt)):
             raise ConfigError(f"system_prompt must be a text without lone surrogates, or None, got {system_prompt!r}")
@@ -66,7 +68,7 @@ class PromptBuilder:
             raise ConfigError("chat=True, but the tokenizer has no chat template; use chat=False, or another model")
         self.chat = self.has_template if chat is None else chat
         self.system_prompt = system_prompt
-        self.assistant_last = assistant_last
+        self.assistant_last, self.may_be_empty = assistant_last, may_be_empty
         self.max_prompt_length = max_prompt_length
         self.on_too_long = on_too_long
         self.dropped = 0
@@ -74,7 +76,7 @@ class PromptBuilder:
 
     def build(self, rows: Sequence[Mapping[str, Any]], column: str = "prompt") -> list[Prompt]:
         """The prompts of ``rows``, in order, without dropped ones."""
-        check_prompts(rows, column, assistant_last=self.assistant_last)
+        check_prompts(rows, column, assistant_last=self.assistant_last, may_be_empty=self.may_be_empty)
         places = [where_of(row, number) for number, row in enumerate(rows)]
         values = [row[column] for row in rows]
         ids: list[list[int]] = []

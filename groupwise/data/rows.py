@@ -24,11 +24,18 @@ class Row(dict[str, Any]):
         self.where = where
 
 
-def check_prompts(rows: Sequence[Mapping[str, Any]], column: str = "prompt", *, assistant_last: bool = False) -> None:
+def check_prompts(
+    rows: Sequence[Mapping[str, Any]],
+    column: str = "prompt",
+    *,
+    assistant_last: bool = False,
+    may_be_empty: bool = False,
+) -> None:
     """Raise a DataError for the first row with an invalid prompt.
 
     A prompt is a text that is not blank, or a list of chat messages that does not end with the assistant's, unless
-    ``assistant_last``. All rows must have the same kind, because rewards get completions of that kind.
+    ``assistant_last``. With ``may_be_empty`` the last message may be blank. All rows must have the same kind, because
+    rewards get completions of that kind.
     """
     if not rows:
         raise DataError("there are no rows")
@@ -42,7 +49,7 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], column: str = "prompt", *, 
         where = where_of(row, number)
         check_column(row, column, where, "; data.prompt names the column of the prompt")
         value = row[column]
-        check_prompt(value, where, column, assistant_last=assistant_last)
+        check_prompt(value, where, column, assistant_last=assistant_last, may_be_empty=may_be_empty)
         if isinstance(value, str) != isinstance(rows[0][column], str):
             here, there = ("a text", "messages") if isinstance(value, str) else ("a list of messages", "a text")
             kinds = f"{here}, but {where_of(rows[0], 0)} has {there}"
@@ -61,12 +68,14 @@ def list_columns(names: Iterable[object]) -> str:
     return shown if len(shown) <= 300 else f"{shown[:299]}…"
 
 
-def check_prompt(value: Any, where: str, column: str = "prompt", *, assistant_last: bool = False) -> None:
+def check_prompt(
+    value: Any, where: str, column: str = "prompt", *, assistant_last: bool = False, may_be_empty: bool = False
+) -> None:
     """Raise a DataError unless the value is a valid prompt (see `check_prompts`)."""
     if isinstance(value, str):
         check_text(value, f"{where}: the {column}")
     elif isinstance(value, (list, tuple)):
-        _check_messages(value, where, column, assistant_last)
+        _check_messages(value, where, column, assistant_last, may_be_empty)
     else:
         expected = 'a text or a list of messages such as [{"role": "user", "content": "…"}]'
         raise DataError(f"{where}: the {column} is {describe_type(value)}; it must be {expected}")
@@ -102,7 +111,7 @@ def check_text(text: str, what: str, may_be_empty: bool = False) -> None:
         raise DataError(f"{what} contains a lone surrogate, which no tokenizer accepts; fix the text")
 
 
-def _check_messages(messages: Sequence[Any], where: str, column: str, assistant_last: bool) -> None:
+def _check_messages(messages: Sequence[Any], where: str, column: str, assistant_last: bool, may_be_empty: bool) -> None:
     if not messages:
         raise DataError(f"{where}: the {column} is an empty list; it needs at least one message")
     for number, message in enumerate(messages, start=1):
@@ -111,7 +120,7 @@ def _check_messages(messages: Sequence[Any], where: str, column: str, assistant_
         last = number == len(messages)
         if last and message["role"] == "assistant" and not assistant_last:
             raise DataError(f"{where}: the {column} ends with a message of the assistant; end it with the user's")
-        check_text(text, what, may_be_empty=not last or message["role"] == "tool")
+        check_text(text, what, may_be_empty=may_be_empty or not last or message["role"] == "tool")
 
 
 def check_message(message: Any, what: str) -> str:

@@ -149,6 +149,8 @@ class Limits:
     """Of one message; a longer one loses its middle."""
     max_tool_calls: int = 50
     """In a conversation; the turn that reaches it is the last one."""
+    max_tool_turns: int | None = None
+    """Turns whose calls are answered. The turn after them is the last one, and its calls are not made."""
     wait_seconds: float = 120.0
     """Of start, of reward and of close, which may load data or wait for a server."""
 
@@ -157,6 +159,9 @@ class Limits:
             value = getattr(self, entry.name)
             if entry.type == "int":
                 check_integer(entry.name, value, 100 if entry.name == "max_reply_chars" else 1)
+            elif entry.name == "max_tool_turns":
+                if value is not None:
+                    check_integer(entry.name, value, 0)
             elif not _is_seconds(value):
                 raise InputError(f"{entry.name} must be a number of seconds above 0, got {excerpt(value)}")
 

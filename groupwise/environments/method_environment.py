@@ -10,7 +10,7 @@ shown as JSON, and an error as a sentence.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from groupwise.environments.background import Worker, run_limited
@@ -18,7 +18,7 @@ from groupwise.environments.contract import EnvironmentFailed, Limits, Message
 from groupwise.environments.failures import value_of
 from groupwise.environments.tool_environment import ToolboxEnvironment
 from groupwise.environments.toolbox import Toolbox
-from groupwise.environments.tools import make_tools
+from groupwise.environments.tools import Tool, make_tools
 from groupwise.errors import ConfigError
 from groupwise.text import excerpt
 
@@ -28,11 +28,18 @@ NOT_TOOLS = ("reset", "get_reward")
 class MethodEnvironment(ToolboxEnvironment):
     """Wraps an object with the methods described above; ``factory`` makes it, and may be its class.
 
+    ``tools`` are functions that the model may call beside the methods.
+
     TRL's form has no method for closing, so the object is left to Python. The plain methods, and the factory, are
     called in one thread, which is another one only after a call that hangs.
     """
 
-    def __init__(self, factory: Callable[[], Any], limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        factory: Callable[[], Any],
+        limits: Limits | None = None,
+        tools: Iterable[Callable[..., Any] | Tool] = (),
+    ) -> None:
         if not callable(factory):
             raise ConfigError(f"an environment factory must be a class or a function, got {excerpt(factory)}")
         self._limits = limits or Limits()
@@ -47,7 +54,7 @@ class MethodEnvironment(ToolboxEnvironment):
         # Functions of the class: to look them up on the instance would evaluate its properties.
         names = [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
         methods = [getattr(self._instance, name) for name in names if name not in NOT_TOOLS]
-        self._toolbox = Toolbox(make_tools(methods), self._limits, self._worker)
+        self._toolbox = Toolbox(make_tools([*tools, *methods]), self._limits, self._worker)
 
     @property
     def instance(self) -> Any:

@@ -29,7 +29,7 @@ class ToolboxEnvironment(Environment):
 
     async def respond(self, turn: AssistantTurn) -> Reply:
         """Answer the calls of the turn."""
-        if turn.is_final:
+        if self._toolbox.ends_with(turn):
             return Reply(done=True)
         messages, results = await self._toolbox.answer(turn)
         return Reply(messages, done=self._is_done, results=results)

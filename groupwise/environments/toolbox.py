@@ -25,11 +25,12 @@ class Toolbox:
         self.limits, self.worker = limits, worker
         self._tools = {tool.name: tool for tool in tools}
         self.counts: dict[str, float] = {}
+        self.turns = 0  # answered in this conversation
         self.reset()
 
     def reset(self) -> None:
         """Begin a conversation: no call was made yet."""
-        self.counts = dict.fromkeys(COUNTS, 0)
+        self.counts, self.turns = dict.fromkeys(COUNTS, 0), 0
 
     @property
     def schemas(self) -> tuple[Schema, ...]:
@@ -41,8 +42,13 @@ class Toolbox:
         """Whether the conversation has made as many calls as it may."""
         return self.counts["tool_calls"] >= self.limits.max_tool_calls
 
+    def ends_with(self, turn: AssistantTurn) -> bool:
+        """Whether a turn is the last one, which gets no answer."""
+        return turn.is_final or self.turns == self.limits.max_tool_turns
+
     async def answer(self, turn: AssistantTurn) -> tuple[list[Message], tuple[ToolResult, ...]]:
         """The messages that answer a turn's calls, in their order, and what could not be parsed, and the results."""
+        self.turns += 1
         end = time.monotonic() + self.limits.turn_seconds
         results = tuple([await self._answer(call, end - time.monotonic()) for call in turn.calls])
         self.counts["unparsed_calls"] += len(turn.problems)

@@ -181,6 +181,7 @@ def load_components(
         max_prompt_length=recipe.data.max_prompt_length,
         on_too_long=recipe.data.on_too_long,
         assistant_last=recipe.data.assistant_last,
+        may_be_empty=episodes is not None,
     )
     train = _build_prompts(builder, task.train, recipe.data.prompt, "training", say)
     held_out = _held_out_prompts(builder, task, recipe.data.prompt, say)

@@ -49,12 +49,17 @@ REWARD_COLUMNS = ("environment_reward", "conversation", "turns")
 class RunEnvironment:
     """What makes the environments of a run, or with ``is_rollout`` its rollout function.
 
-    ``gives_reward``: they reward a conversation themselves.
+    factory: None if conversations are held in another way, without environments.
+    gives_reward: they reward a conversation themselves.
+    columns: those that reward functions can ask for, beside those of the row; None: known only when they are called.
+    sampler: makes what samples the conversations, in place of `ConversationSampler`, from the same arguments.
     """
 
-    factory: Callable[..., Any]
+    factory: Callable[..., Any] | None
     gives_reward: bool
     is_rollout: bool = False
+    columns: tuple[str, ...] | None = REWARD_COLUMNS
+    sampler: Callable[..., Any] | None = None
 
     @property
     def rewards(self) -> list[RewardFunction]:
@@ -72,7 +77,7 @@ def load_environment(
 ) -> RunEnvironment | None:
     """The environment of ``environment``, the tools, ``rollout``, the recipe or the task; None without any.
 
-    ``environment`` is a class or function that makes an environment, in groupwise's form or in TRL's.
+    ``environment`` is a class or function that makes an environment, in groupwise's form or in TRL's, or is ready.
     """
     settings, limits = recipe.environment, limits_of(recipe)
     functions = [*(_builtin_or_own(name, recipe) for name in settings.tools), *tools]
@@ -91,6 +96,8 @@ def load_environment(
         return None
     if functions:
         return RunEnvironment(partial(ToolEnvironment, make_tools(functions), limits), gives_reward=False)
+    if isinstance(environment, RunEnvironment):
+        return environment
     if settings.rollout is not None:
         rollout = load_function(settings.rollout, what="rollout function")
     if rollout is not None:
@@ -158,7 +165,7 @@ def limits_of(recipe: Recipe) -> Limits:
     )
 
 
-def check_conversations(recipe: Recipe, task: Task) -> None:
+def check_conversations(recipe: Recipe, environment: RunEnvironment, task: Task) -> None:
     """Raise an error if the recipe wants something that conversations cannot do, or rows have columns of theirs."""
     wanted = {
         "train.max_staleness": recipe.train.max_staleness > 0,
@@ -169,7 +176,7 @@ def check_conversations(recipe: Recipe, task: Task) -> None:
         if value:
             raise ConfigError(f"conversations with an environment cannot be trained with {name} yet; leave that out")
     for row in (*task.train[:1], *task.held_out_rows[:1]):
-        if taken := sorted(set(row) & set(REWARD_COLUMNS)):
+        if taken := sorted(set(row) & set(environment.columns or ())):
             raise ConfigError(
                 f"the rows have the column {taken[0]!r}, in which reward functions get what happened in the "
                 "conversation; rename it"
@@ -187,7 +194,7 @@ def make_episode_sampler(
     say: Say,
 ) -> EpisodeSampler | None:
     """The sampler of a run's conversations; None if it has no environment. ``must_reward``: nothing else does."""
-    if environment is None:
+    if environment is None or environment.factory is None:
         return None
     rows = [*task.train[:1], *task.held_out_rows[:1]]
     template = recipe.environment.chat_template or getattr(tokenizer, "chat_template", None)

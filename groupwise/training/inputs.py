@@ -22,7 +22,7 @@ from groupwise.tasks import Task, find_task, load_task
 from groupwise.text import Say, plural
 from groupwise.training.display.base import Display
 from groupwise.training.early_checks import check_processes, secret_notes
-from groupwise.training.environments import REWARD_COLUMNS, RunEnvironment, check_conversations, load_environment
+from groupwise.training.environments import RunEnvironment, check_conversations, load_environment
 from groupwise.training.extras import groups_by_similarity
 from groupwise.training.preference import PREFERENCE_ACCURACY
 from groupwise.training.rollout.advantages import AdvantageFunction, GroupingFunction, find_advantage, find_grouping
@@ -75,7 +75,7 @@ def load_inputs(
         say(note)
     surroundings = load_environment(recipe, task, tools=tools, environment=environment, rollout=rollout)
     if surroundings is not None:
-        check_conversations(recipe, task)
+        check_conversations(recipe, surroundings, task)
         rewards = [*surroundings.rewards, *rewards]
     elif recipe.advantages.turn_weight:
         raise ConfigError(
@@ -94,7 +94,9 @@ def load_inputs(
         check_metric(metric, measured_metrics(task, recipe, rows=bool(held_out), pairs=pairs))
     if scorer is not None and (task.train or held_out):
         columns = dict.fromkeys(key for row in task.train or held_out for key in row)
-        scorer.check_arguments([*columns, *(() if surroundings is None else REWARD_COLUMNS)])
+        more = () if surroundings is None else surroundings.columns
+        if more is not None:
+            scorer.check_arguments([*columns, *more])
     return RunInputs(
         task=task,
         environment=surroundings,

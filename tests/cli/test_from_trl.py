@@ -264,7 +264,7 @@ def test_what_is_refused_is_said_and_no_recipe_is_written(write, folder, capsys)
         import trl
 
         config = trl.GRPOConfig(output_dir="out", neftune_noise_alpha=5.0, num_generation=4, max_prompt_length=512)
-        trainer = trl.GRPOTrainer(model, reward, args=config, tools=[search], callbacks=None, tokenizer=tokenizer)
+        trainer = trl.GRPOTrainer(model, f, args=config, quantization_config=bnb, callbacks=None, tokenizer=tokenizer)
     """
     assert main(["from-trl", write(script), "--write", "recipe.toml"]) == 1
     text = capsys.readouterr().out
@@ -272,11 +272,41 @@ def test_what_is_refused_is_said_and_no_recipe_is_written(write, folder, capsys)
     assert "has no such field; did you mean 'num_generations'?" in text
     assert "max_prompt_length" in text
     assert "prompts have no maximum length" in text
-    assert "refused: tools are not supported" in text
+    assert "refused: quantized models are not supported" in text
     assert "GRPOTrainer of TRL 1.16 has no such argument; write processing_class" in text
     assert "does not run as it is: 5 things to change" in text
     assert "recipe.toml was not written" in text
     assert not (folder / "recipe.toml").exists()
+
+
+def test_tools_and_environments_become_settings(write, capsys):
+    script = """
+        from trl import GRPOConfig, GRPOTrainer
+
+        def search(query: str) -> str: ...
+
+        class Shop: ...
+
+        def main():
+            config = GRPOConfig("out", max_completion_length=64, max_tool_calling_iterations=3)
+            GRPOTrainer("m", f, config, {given})
+    """
+    settings = as_json(capsys, write(script.replace("{given}", "tools=[search]")))["settings"]
+    assert settings["environment.tools"] == ["train.py:search"]
+    assert (settings["environment.max_tokens"], settings["environment.max_turns"]) == (64, 4)
+    report = as_json(capsys, write(script.replace("{given}", "environment_factory=Shop")))
+    assert report["settings"]["environment.factory"] == "train.py:Shop"
+    assert report["runs"]
+    report = as_json(capsys, write(script.replace("{given}", "environment_factory=make_shop(), tools=None")))
+    assert "environment.factory" not in report["settings"]
+    both = as_json(capsys, write(script.replace("{given}", "tools=[search], environment_factory=Shop")))
+    assert any("not both" in note for note in both["notes"])
+    several = as_json(capsys, write(script.replace("{given}", "environment_factory={'a': Shop}")), status=1)
+    assert not several["runs"]
+    mixed = as_json(capsys, write(script.replace("{given}", "tools=[search], rollout_func=search")), status=1)
+    assert mixed["problems"] == ["rollout_func cannot be combined with tools or environment_factory"]
+    (entry,) = (entry for entry in report["arguments"] if entry["name"] == "environment_factory")
+    assert (entry["status"], entry["text"]) == ("trainer", "called as in TRL; in a recipe environment.factory")
 
 
 @pytest.mark.parametrize(

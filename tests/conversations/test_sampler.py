@@ -300,3 +300,30 @@ def test_kept_sets_follow_the_turns(engine):
 def test_at_least_one_sample_is_asked_for(engine):
     with pytest.raises(InputError, match="samples"):
         sample(engine, [start()], samples=0)
+
+
+def test_every_episode_keeps_its_environment_until_all_are_done(engine):
+    made: list[Any] = []
+
+    class Uneven(Echo):
+        """The first one ends after a turn; then the second one fails, and its conversation is begun again."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+        async def respond(self, turn: AssistantTurn) -> Reply:
+            if self.turns == 1 and self is made[1]:
+                raise RuntimeError("the server is down")
+            reply = await super().respond(turn)
+            return Reply(done=True) if self is made[0] else reply
+
+    ((first, second),) = sample(engine, [start(0)], samples=2, make=Uneven)
+    assert (first.environment, second.environment) == (made[0], made[2])
+    assert (first.attempts, second.attempts) == (1, 2)
+    assert [len(episode.turns) for episode in (first, second)] == [first.environment.turns, second.environment.turns]
+
+
+def test_an_episode_has_what_the_environment_said_first(engine):
+    ((episode,),) = sample(engine, [start(opening=lambda seed: "Go.")], samples=1)
+    assert episode.greeting == [{"role": "user", "content": "Go."}]

@@ -67,6 +67,14 @@ def test_messages_are_rendered_whatever_chat_is():
         assert prompt.ids == ids
 
 
+def test_the_last_message_may_be_empty_if_something_follows():
+    rows = [{"prompt": [{"role": "user", "content": " "}]}]
+    with pytest.raises(DataError, match="is empty"):
+        PromptBuilder(tiny_tokenizer()).build(rows)
+    (prompt,) = PromptBuilder(tiny_tokenizer(), may_be_empty=True).build(rows)
+    assert prompt.text == "<|start|>user\n <|end|><|start|>assistant\n"
+
+
 def test_another_column():
     (prompt,) = PromptBuilder(tiny(), chat=False).build([{"question": "ab", "prompt": 3}], column="question")
     assert prompt.ids == (97, 98)

@@ -283,3 +283,21 @@ def test_a_factory_that_fails():
 
     with pytest.raises(ConfigError, match="tool move has no docstring"):
         MethodEnvironment(NoDocstring)
+
+
+def test_after_the_last_turn_with_calls_no_more_are_made():
+    one = turn(ToolCall("add", {"a": 1, "b": 1}))
+    environment = ToolEnvironment([add], Limits(max_tool_turns=2))
+    _, (first, second, third) = play(environment, one, one, one)
+    assert (first.done, second.done) == (False, False)
+    assert (third.done, third.messages, third.results) == (True, [], ())
+    assert environment.counts["tool_calls"] == 2
+    assert play(environment, one)[1][0].results[0].ok  # in the next conversation it begins anew
+
+
+def test_functions_are_tools_beside_the_methods():
+    environment = MethodEnvironment(Till, tools=[add])
+    assert [schema["function"]["name"] for schema in environment.schemas] == ["add", "leave", "pay"]
+    calls = turn(ToolCall("add", {"a": 1, "b": 1}), ToolCall("pay", {"amount": 4}))
+    _, (reply,) = play(environment, calls, row={"item": "tea"})
+    assert [result.content for result in reply.results] == ["2", "4"]

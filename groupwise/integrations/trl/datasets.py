@@ -23,7 +23,7 @@ class MissingPromptError(DataError, KeyError):
 def training_rows(dataset: Any, *, limit: int | None, remove_unused_columns: bool) -> list[TaskRow]:
     """The rows to train on. Of a stream the first ``limit``, which is the number that the run uses."""
     if dataset is None:
-        raise ConfigError("train_dataset is missing: give a Dataset with a column 'prompt'")
+        raise ConfigError("train_dataset is missing: give a Dataset with a column 'prompt', or an environment_factory")
     if isinstance(dataset, Mapping):
         raise ArgumentTypeError(
             f"train_dataset is a {type(dataset).__name__}; choose one of its splits ({', '.join(map(str, dataset))})"

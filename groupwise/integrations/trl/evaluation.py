@@ -15,7 +15,13 @@ from torch import Tensor
 from groupwise.config import Recipe, with_settings
 from groupwise.data import Order
 from groupwise.generate import Generator
-from groupwise.integrations.trl.logs import MetricAverages, batch_metrics, update_metrics
+from groupwise.integrations.trl.logs import (
+    MetricAverages,
+    batch_metrics,
+    logged_by_rewards,
+    tool_metrics,
+    update_metrics,
+)
 from groupwise.model.logprobs import completion_logps
 from groupwise.seeds import derive_seed
 from groupwise.tasks.base import TaskRow
@@ -23,11 +29,12 @@ from groupwise.training.components import RunComponents
 from groupwise.training.rollout.advantages import compute_group_advantages
 from groupwise.training.rollout.batch import Batch, GroupAdvantages, join
 from groupwise.training.rollout.collector import RolloutCollector, pool_metrics
+from groupwise.training.rollout.make_collector import make_conversations
 from groupwise.training.update.minibatch import build_minibatch
 from groupwise.training.update.objective import MicroBatch, Objective, needs_ref_logps
 from groupwise.training.update.reference import Reference
 
-CHUNK = 512  # rows that are sampled and scored at once
+CHUNK = 512  # rows that are sampled and scored at once; of conversations, those of a batch
 
 
 @dataclass(frozen=True)
@@ -85,14 +92,16 @@ def evaluate_sampled(
         prompt_column=recipe.data.prompt,
         seed=seed,
         stop=components.stop,
+        conversations=make_conversations(components, seed),
     )
+    chunk = CHUNK if components.environment is None else len(batches[0])
     sampled: list[Batch] = []
     logged: dict[str, float] = {}
-    for start in range(0, len(rows), CHUNK):
-        count = min(CHUNK, len(rows) - start)
+    for start in range(0, len(rows), chunk):
+        count = min(chunk, len(rows) - start)
         chunk_recipe = _with_samples(with_settings(recipe, {"train.batch_size": count}), samples)
         result = collector.collect(start, chunk_recipe, trainer_state, lambda name: nullcontext())
-        logged = pool_metrics(logged, start, result.metrics, count)
+        logged = pool_metrics(logged, start, logged_by_rewards(result.metrics), count)
         sampled.append(result.batch)
     batch = join(sampled)
     recipe = _with_samples(recipe, samples)
@@ -101,7 +110,8 @@ def evaluate_sampled(
         part = batch.take(prompt_numbers)
         group_advantages = advantages(part, recipe)
         measured = _batch_objective(components, part, recipe, group_advantages, reference)
-        averages.add({**batch_metrics(part, rewards, args), **update_metrics(measured, args)})
+        averages.add({**batch_metrics(part, rewards, args), **tool_metrics(part, components.environment)})
+        averages.add(update_metrics(measured, args))
         shares.append(group_advantages.advantages)
         losses.append(measured["loss"])
         after_batch()

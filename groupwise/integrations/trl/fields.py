@@ -70,7 +70,6 @@ _OWN_ENGINE = "groupwise's own engine generates, so there is nothing to set"
 _NO_DDP = "gradients are summed without DistributedDataParallel"
 _SERVER_OPTION = "an option of the vLLM server"
 _EXPERTS = "mixture-of-experts models are trained without their load-balancing loss; 0.0 says so"
-_TOOLS = "tools are not supported, so there are no calls to count"
 _SHARDED = (
     "several processes divide masters and optimizer state by themselves; leave it out, or train a recipe with "
     'model.sharding = "weights"'
@@ -166,7 +165,9 @@ GROUPS: dict[str, dict[str, ConfigField]] = {
         "use_transformers_paged": _none(f"deprecated; {_OWN_ENGINE}", True),
         "ds3_gather_for_generation": _none("it is of DeepSpeed", False),
         "pad_to_multiple_of": _none("completions are packed, not padded", 8),
-        "max_tool_calling_iterations": _none(_TOOLS, 3),
+        "max_tool_calling_iterations": _to(
+            "environment.max_turns", "turns with calls; the model has one more for its answer", (3, 4)
+        ),
     },
     "vLLM": {
         "use_vllm": _to(

@@ -27,6 +27,7 @@ from groupwise.integrations.trl.logs import (
     batch_tokens,
     logged_by_rewards,
     speed,
+    tool_metrics,
     update_metrics,
     warn_unscored,
 )
@@ -186,6 +187,7 @@ class TrainingFlow:
             self.state.num_input_tokens_seen += batch_tokens(batch)
             self._averages.replace("num_tokens", self.state.num_input_tokens_seen)
             self._averages.add(batch_metrics(batch, self._setup.rewards, self.args))
+            self._averages.add(tool_metrics(batch, self._setup.components.environment))
             self._averages.add(logged_by_rewards(report.metrics))
             if self.is_world_process_zero():
                 warn_unscored(batch)

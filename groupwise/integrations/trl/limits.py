@@ -54,6 +54,7 @@ NUMBERS = {
     **dict.fromkeys(("generation_batch_size", "num_iterations", "max_completion_length"), COUNT),
     "num_generations": Bounds(2, integer=True),
     "num_generations_eval": Bounds(1, integer=True, none=True),
+    "max_tool_calling_iterations": Bounds(0, integer=True, none=True),
     "per_device_eval_batch_size": COUNT,
     "max_steps": Bounds(integer=True),
     "num_train_epochs": Bounds(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import math
 import random
@@ -15,13 +16,17 @@ from torch import Tensor
 from transformers.trainer_utils import speed_metrics
 
 from groupwise.data.prompts import completion_for_reward
+from groupwise.environments import with_opening
+from groupwise.integrations.trl.conversations import shown_messages
 from groupwise.integrations.trl.limits import CLIPPED_LOSSES, TOKEN_LOSSES
 from groupwise.rewards import RewardFunction
 from groupwise.rundir import from_json, write_bytes
 from groupwise.terminal import make_console
 from groupwise.text import excerpt
+from groupwise.training.environments import RunEnvironment
 from groupwise.training.monitor.descriptions import describe_metric
 from groupwise.training.rollout.batch import Batch
+from groupwise.training.rollout.episodes import COLUMNS, TOOL_COLUMNS
 
 log = logging.getLogger("groupwise")
 
@@ -135,9 +140,22 @@ def batch_metrics(batch: Batch, rewards: Sequence[RewardFunction], args: Any) ->
     return {name: sum(values) / len(values) for name, values in shared.items()}
 
 
+def tool_metrics(batch: Batch, environment: RunEnvironment | None) -> dict[str, float]:
+    """TRL's metrics of the calls in a rollout; none of a run without tools. One that could not be read has failed."""
+    if environment is None or environment.factory is None:
+        return {}
+    calls, failed, unreadable = (sum(batch.extra[name]) for name in TOOL_COLUMNS)
+    calls, failed = calls + unreadable, failed + unreadable
+    return {"tools/call_frequency": calls / len(batch), "tools/failure_frequency": failed / calls if calls else 0.0}
+
+
 def batch_tokens(batch: Batch) -> int:
     """Tokens as TRL counts them: each completion, and its prompt once for each."""
-    return sum(len(prompt.ids) for prompt in batch.prompts) * batch.samples + int(batch.lengths.sum())
+    if batch.turns is None:
+        prompts = sum(len(prompt.ids) for prompt in batch.prompts) * batch.samples
+    else:  # conversations of a group may start differently
+        prompts = sum(batch.extra["prompt_tokens"])
+    return prompts + int(batch.lengths.sum())
 
 
 def update_metrics(metrics: Mapping[str, float], args: Any, micro_batches: int = 1) -> dict[str, float | None]:
@@ -196,9 +214,14 @@ class CompletionTable:
         """Remember a rollout in place of the one before."""
         prompts = [batch.rows[prompt]["prompt"] for prompt in batch.prompt_of.tolist()]
         completions = [completion_for_reward(*pair) for pair in zip(prompts, batch.texts, strict=True)]
+        if batch.turns is not None and not isinstance(prompts[0], str):
+            said = [list(map(json.loads, batch.extra[name])) for name in ("opening", "conversation")]
+            prompts = [with_opening(*pair) for pair in zip(prompts, said[0], strict=True)]
+            completions = [shown_messages(messages) for messages in said[1]]
         self.columns = {"prompt": prompts, "completion": completions}
         self.columns |= {name: column.tolist() for name, column in zip(self.names, batch.scored.T, strict=False)}
-        extra = {name: values for name, values in batch.extra.items() if name not in self.columns}
+        left_out = (*self.columns, *(COLUMNS if batch.turns is not None else ()))
+        extra = {name: values for name, values in batch.extra.items() if name not in left_out}
         self.columns |= {**extra, "advantage": advantages.tolist()}
 
     def write(self, step: int, report_to: Sequence[str]) -> None:

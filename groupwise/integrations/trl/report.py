@@ -24,10 +24,11 @@ Status = Literal["translated", "trainer", "no effect", "refused", "not known"]
 
 SEE_PROBLEM = "see the problem below"
 REFUSED_ARGUMENTS = {
-    "tools": "tools are not supported yet",
-    "rollout_func": "rollouts of one's own are not supported yet",
-    "environment_factory": "environments are not supported yet",
     "quantization_config": "quantized models are not supported; train a LoRA adapter of the unquantized model",
+}
+CONVERSATION_SETTINGS = {"tools": "environment.tools", "environment_factory": "environment.factory"}
+TRAINER_ARGUMENT_TEXTS = {
+    "rollout_func": "called for each rollout, as in TRL; in a recipe an environment is in its place"
 }
 FORMER_ARGUMENTS = {"tokenizer": "; write processing_class", "ref_model": "; it is made from model if beta is not 0"}
 LORA = {
@@ -317,6 +318,7 @@ def _unknown_field(name: str, value: ScriptValue, known: set[str]) -> ReportEntr
 def _add_arguments(report: ScriptReport) -> None:
     script = report.script
     arguments = {name: value for name, value in script.trainer.arguments.items() if name != "args"}
+    given = {name for name, value in arguments.items() if not (value.known and not value.value)}
     for name, value in arguments.items():
         if name in REFUSED_ARGUMENTS and not (value.known and value.value is None):
             report.arguments.append(ReportEntry(name, value.text, value.line, "refused", REFUSED_ARGUMENTS[name]))
@@ -330,10 +332,15 @@ def _add_arguments(report: ScriptReport) -> None:
             _add(report, _rewards_entry(report, value))
         elif name == "train_dataset":
             _add(report, _dataset_entry(name, value))
+        elif name in CONVERSATION_SETTINGS and name in given:
+            _add(report, _conversations_entry(report, name, value))
         elif name == "peft_config" and not (value.known and value.value is None):
             _add(report, _lora_entry(value))
         else:
-            report.arguments.append(ReportEntry(name, value.text, value.line, "trainer", "passed on"))
+            text = TRAINER_ARGUMENT_TEXTS.get(name, "passed on")
+            report.arguments.append(ReportEntry(name, value.text, value.line, "trainer", text))
+    if "rollout_func" in given and given & set(CONVERSATION_SETTINGS):
+        report.problems.append("rollout_func cannot be combined with tools or environment_factory")
     for value in script.trainer.unread:
         report.notes.append(f"line {value.line}: arguments in {value.text} cannot be read")
 
@@ -372,6 +379,24 @@ def _rewards_entry(report: ScriptReport, value: ScriptValue) -> ReportEntry:
             entry["weight"] = float(weights[number])
         report.rewards.append(entry)
     return ReportEntry("reward_funcs", value.text, value.line, "trainer", "called with TRL's arguments")
+
+
+def _conversations_entry(report: ScriptReport, name: str, value: ScriptValue) -> ReportEntry:
+    """Tools, or an environment. Those that are defined in the script can be named in a recipe."""
+    script, setting = report.script, CONVERSATION_SETTINGS[name]
+    if value.text.startswith("{"):
+        return ReportEntry(name, value.text, value.line, "refused", "a dict of several environments is not supported")
+    if setting == "environment.factory" and "environment.tools" in report.settings:
+        report.notes.append("a recipe has tools or an environment, not both: make the tools methods of the environment")
+    if not value.names or not set(value.names) <= script.functions | script.classes:
+        return ReportEntry(name, value.text, value.line, "trainer", f"called as in TRL; in a recipe {setting}")
+    named = [f"{script.path.name if script.guarded else 'tools.py'}:{part}" for part in value.names]
+    text = "" if script.guarded else "in a recipe from a file of their own, as importing the script would train"
+    tokens = report.settings.get("sampling.max_new_tokens", Recipe().sampling.max_new_tokens)
+    turns = report.settings.get("environment.max_turns", tokens)
+    settings = {"environment.max_tokens": tokens, "environment.max_turns": turns}
+    settings[setting] = named if name == "tools" else named[0]
+    return ReportEntry(name, value.text, value.line, "translated", text, settings)
 
 
 def _dataset_entry(name: str, value: ScriptValue) -> ReportEntry:

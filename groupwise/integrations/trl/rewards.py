@@ -54,14 +54,16 @@ def reward_errors_as_in_trl() -> Iterator[None]:
 class RewardWeights:
     """``trainer.reward_weights``, which a script or a callback may change while the run trains."""
 
-    def __init__(self, given: Sequence[Any] | None, count: int) -> None:
+    def __init__(self, given: Sequence[Any] | None, count: int, environments: int = 0) -> None:
+        """``count`` of reward functions, to which the rewards of ``environments`` are added with a weight of 1."""
         if given is not None and len(given) != count:
             raise ConfigError(
                 f"reward_weights has {len(given)} numbers for {count} reward_funcs, and these must match: give one for "
                 "each"
             )
-        self._count = count
+        self._count = count + environments
         self._given = [1.0] * count if given is None else [_weight(value) for value in given]
+        self._given += [1.0] * environments
         self._tensor = torch.tensor(self._given, dtype=torch.float32)
 
     @property
@@ -170,12 +172,16 @@ class ModelReward:
 
 
 def load_reward_models(
-    reward_funcs: Any, processing_classes: Any, args: Any, device: torch.device
+    reward_funcs: Any, processing_classes: Any, args: Any, device: torch.device, *, needed: bool = True
 ) -> tuple[list[Any], list[Any]]:
     """The rewards with each model id loaded, and a tokenizer for each model."""
-    rewards = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-    if reward_funcs is None or not rewards:
-        raise ConfigError("reward_funcs is missing: give a function, a reward model, or a list of these")
+    rewards = [] if reward_funcs is None else reward_funcs
+    rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
+    if needed and not rewards:
+        raise ConfigError(
+            "reward_funcs is missing: give a function, a reward model, or a list of these; or an environment_factory "
+            "whose environment has a method get_reward()"
+        )
     tokenizers = processing_classes if isinstance(processing_classes, (list, tuple)) else [processing_classes]
     tokenizers = [None] * len(rewards) if processing_classes is None else list(tokenizers)
     if len(tokenizers) != len(rewards):

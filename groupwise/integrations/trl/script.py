@@ -105,6 +105,7 @@ class Script:
     guarded: bool  # importing the script does not train
     changed: bool  # it imports groupwise.trl already
     functions: frozenset[str]  # defined at its top
+    classes: frozenset[str]
     imports: tuple[str, ...]  # the lines that import `GRPOConfig` and `GRPOTrainer` from the drop-in
 
 
@@ -195,6 +196,7 @@ class _ScriptReader(ScriptNames):
             functions=frozenset(
                 entry.name for entry in self.tree.body if isinstance(entry, (ast.FunctionDef, ast.AsyncFunctionDef))
             ),
+            classes=frozenset(entry.name for entry in self.tree.body if isinstance(entry, ast.ClassDef)),
             imports=tuple(self._changed_imports()),
         )
 

@@ -12,6 +12,7 @@ from groupwise.config import Recipe
 from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ArgumentTypeError, ConfigError
 from groupwise.integrations.trl.config import GRPOConfig
+from groupwise.integrations.trl.conversations import ConversationArguments
 from groupwise.integrations.trl.datasets import evaluation_rows, is_stream, training_rows
 from groupwise.integrations.trl.peft import INITIALISED_BY_PEFT, add_by_peft, lora_settings
 from groupwise.integrations.trl.rewards import RewardWeights, load_reward_models, make_rewards, reward_errors_as_in_trl
@@ -28,9 +29,6 @@ from groupwise.training.ranks import start_ranks
 
 NOT_SUPPORTED = {
     "quantization_config": "quantised models cannot be trained; leave it out, and use peft_config to save memory",
-    "tools": "tools are not supported yet; leave them out",
-    "rollout_func": "a rollout function of your own is not supported yet; leave it out",
-    "environment_factory": "environments are not supported yet; leave it out",
 }
 # Methods of TRL's trainer that a subclass may replace there. They do not exist here, so the run would not call them.
 NOT_CALLED = (
@@ -84,10 +82,13 @@ def prepare_training(
     processing_class: Any,
     reward_processing_classes: Any,
     peft_config: Any,
+    conversations: ConversationArguments,
     say: Say,
 ) -> TrainingSetup:
     """Load the model, the rows and the rewards, and translate the arguments to a recipe; every error is raised here."""
     hides_columns = bool(args.remove_unused_columns)
+    if train_dataset is None:
+        train_dataset = conversations.rows_without_prompts(args)
     rows = training_rows(
         train_dataset,
         limit=_rows_of_stream(args) if is_stream(train_dataset) else None,
@@ -99,11 +100,13 @@ def prepare_training(
             f"eval_strategy is {text_of(args.eval_strategy)!r}, but there is no "
             "eval_dataset: give one to GRPOTrainer, or set eval_strategy to 'no'"
         )
+    for name, part in {"train_dataset": rows, **evaluation_sets}.items():
+        conversations.check_prompts(part, name or "eval_dataset")
     _check_model(model)
     translation = translate(args, rows=None if is_stream(train_dataset) else len(rows))
     for note in translation.notes:
         say(note)
-    settings: dict[str, Any] = {**OWN_SETTINGS, "model.source": _source_of(model)}
+    settings: dict[str, Any] = {**OWN_SETTINGS, **conversations.settings(args), "model.source": _source_of(model)}
     if is_stream(train_dataset):
         settings["data.shuffle"] = False
     if os.path.isdir(settings["model.source"]):  # a folder has no versions; transformers ignores the revision, too
@@ -127,12 +130,25 @@ def prepare_training(
     settings["run.export_dtype"] = EXPORTED.get(saved_dtype)
     recipe = translation.recipe(settings)
 
-    functions, tokenizers = load_reward_models(reward_funcs, reward_processing_classes, args, device)
-    weights = RewardWeights(args.reward_weights, len(functions))
+    own_reward = conversations.reward()
+    functions, tokenizers = load_reward_models(
+        reward_funcs, reward_processing_classes, args, device, needed=own_reward is None
+    )
+    weights = RewardWeights(args.reward_weights, len(functions), environments=int(own_reward is not None))
+    if own_reward is not None:
+        functions, tokenizers = [*functions, own_reward], [*tokenizers, None]
     rewards = make_rewards(functions, tokenizers, weights, dict(args.chat_template_kwargs or {}))
     ranks = start_ranks(recipe)
     held_out = [row for part in evaluation_sets.values() for row in part]
-    inputs = load_inputs(recipe, task=Task("rows", rows, held_out, tuple(rewards)), say=say, ranks=ranks)
+    task = Task("rows", rows, held_out, tuple(rewards))
+    end_ids = _end_tokens(processing_class, model) | {processing_class.pad_token_id}
+    environment = conversations.environment(recipe, model, end_ids)
+    if environment is not None and ranks.size > 1:
+        raise ConfigError(
+            "GRPOTrainer holds conversations with tools, environments or rollout_func in one process only; start it "
+            "without torchrun or accelerate, or train a recipe with [environment]"
+        )
+    inputs = load_inputs(recipe, task=task, environment=environment, say=say, ranks=ranks)
     check_training_inputs(recipe, inputs)
     components = load_components(recipe, inputs, say, model=model, tokenizer=processing_class, ranks=ranks)
     epochs = RunEpochs.of(args, translation, train_dataset, len(rows))
@@ -218,14 +234,18 @@ def _check_end_tokens(args: Any, tokenizer: Any, model: Any) -> None:
     given = (args.generation_kwargs or {}).get("eos_token_id")
     if given is None:
         return
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    known = {tokenizer.eos_token_id, *(configured if isinstance(configured, (list, tuple)) else [configured])} - {None}
+    known = _end_tokens(tokenizer, model)
     if not set(given if isinstance(given, (list, tuple)) else [given]) <= known:
         raise ConfigError(
             f"generation_kwargs: eos_token_id={excerpt(given)} is not among those of the model and the tokenizer "
             f"({', '.join(map(str, sorted(known)))}); set model.generation_config.eos_token_id, so that the loss and "
             "the metrics know it, too"
         )
+
+
+def _end_tokens(tokenizer: Any, model: Any) -> set[int]:
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    return {tokenizer.eos_token_id, *(configured if isinstance(configured, (list, tuple)) else [configured])} - {None}
 
 
 def _dtype_of(args: Any, model: Any) -> torch.dtype | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from signal import SIGINT
@@ -15,10 +15,11 @@ import torch
 from transformers import TrainerCallback, set_seed
 from transformers.trainer_utils import TrainOutput
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ArgumentTypeError, ConfigError
 from groupwise.generate.registry import make_generator
 from groupwise.integrations.trl.callbacks import SAVED_AS, RowBatches
 from groupwise.integrations.trl.config import GRPOConfig
+from groupwise.integrations.trl.conversations import ConversationArguments
 from groupwise.integrations.trl.datasets import evaluation_rows
 from groupwise.integrations.trl.evaluation import evaluate_sampled, evaluation_batches, held_out_row, reference_model
 from groupwise.integrations.trl.flow import TrainingFlow
@@ -29,7 +30,7 @@ from groupwise.integrations.trl.rewards import reward_errors_as_in_trl, reward_n
 from groupwise.integrations.trl.run import Notices, TrlRun
 from groupwise.integrations.trl.saving import make_repository, save_into, upload, write_card
 from groupwise.integrations.trl.setup import check_arguments, default_arguments, prepare_training
-from groupwise.text import Say
+from groupwise.text import Say, excerpt
 from groupwise.training.trainer import Callback, Trainer
 
 # Fields of the config that TRL's trainer also has as attributes, for callbacks and subclasses that read them.
@@ -61,13 +62,8 @@ class GRPOTrainer(TrainingFlow):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        check_arguments(
-            type(self),
-            quantization_config=quantization_config if isinstance(model, str) else None,  # as in TRL
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-        )
+        quantized = quantization_config if isinstance(model, str) else None  # as in TRL
+        check_arguments(type(self), quantization_config=quantized)
         args = default_arguments(args, model)
         set_seed(args.seed)
         self._display = Notices() if args.process_index == 0 else None
@@ -81,9 +77,11 @@ class GRPOTrainer(TrainingFlow):
             processing_class,
             reward_processing_classes,
             peft_config,
+            ConversationArguments(tools, environment_factory, self._rollout_function(rollout_func)),
             self._say,
         )
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.train_dataset = setup.components.task.train if train_dataset is None else train_dataset
+        self.eval_dataset = eval_dataset
         self.recipe = setup.recipe
         self.reward_funcs, self.reward_processing_classes = setup.reward_funcs, setup.reward_tokenizers
         self.reward_func_names = [reward_name(reward) for reward in setup.reward_funcs]
@@ -93,11 +91,18 @@ class GRPOTrainer(TrainingFlow):
         self.epsilon_low = args.epsilon
         self.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
         self.chat_template_kwargs = args.chat_template_kwargs or {}
+        self.rollout_func = rollout_func
         self._generator: Any = None  # of an evaluation before training
         super().__init__(args, setup, callbacks, optimizers)
         self.hub_model_id: str | None = None  # the complete name, owner/name
         if args.push_to_hub:
             self.init_hf_repo()
+
+    def _rollout_function(self, function: Any) -> Callable[[list[Any]], Any] | None:
+        """A user's function of prompts and this trainer, as one of prompts."""
+        if function is not None and not callable(function):
+            raise ArgumentTypeError(f"rollout_func is {excerpt(function)}; give a function of prompts and the trainer")
+        return None if function is None else lambda prompts: function(prompts, self)
 
     # -- training ----------------------------------------------------------------------------------------------------
 

@@ -293,6 +293,8 @@ class Translator:
             "sampling.min_p": args.min_p,
             "sampling.repetition_penalty": 1.0 if args.repetition_penalty is None else float(args.repetition_penalty),
         }
+        if args.max_tool_calling_iterations is not None:
+            self.settings["environment.max_turns"] = args.max_tool_calling_iterations + 1
         for name, value in (args.generation_kwargs or {}).items():
             if value is None or name in GENERATION_UNUSED or (name == "temperature" and value == args.temperature):
                 continue

@@ -6,7 +6,7 @@ fresh prompts, for a limited number of rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +30,7 @@ from groupwise.text import Say, plural
 from groupwise.training.display.base import Display
 from groupwise.training.errors import retry_with_less_memory
 from groupwise.training.rollout.batch import Batch, GroupAdvantages, filtered_probability, join
-from groupwise.training.rollout.episodes import ConversationSampler
+from groupwise.training.rollout.episodes import ConversationFacts, ConversationSampler
 from groupwise.training.rollout.penalties import penalty_columns
 
 Timer = Callable[[str], AbstractContextManager[None]]
@@ -142,7 +142,7 @@ class RolloutCollector:
     def close(self) -> None:
         """End the environments, if there are any."""
         if self.conversations is not None:
-            self.conversations.sampler.close()
+            self.conversations.close()
 
     def undo_point(self) -> Callable[[], None]:
         """A function that returns to this moment between two steps, after a step that could not be finished."""
@@ -310,11 +310,11 @@ class RolloutCollector:
         batch: Batch,
         draw: Draw,
         scorer: Scorer | None = None,
-        facts: Sequence[Mapping[str, Any]] | None = None,
+        facts: Sequence[ConversationFacts] | None = None,
     ) -> RolloutResult:
         """The batch with rewards; completions that are alone in their cluster get none if the recipe says so.
 
-        ``facts``: further columns for the rewards, by completion.
+        ``facts``: what rewards get of each completion, if these are conversations.
         """
         scorer = scorer or self.scorer
         samples, grouping = batch.samples, draw.recipe.advantages.grouping
@@ -323,10 +323,11 @@ class RolloutCollector:
             skipped = compute_single_member_mask(batch.extra[LABELS]).tolist()
         scored = [place for place, skip in enumerate(skipped) if not skip]
         data = [batch.rows[place // samples] for place in scored]
-        reward_rows, conversations = data, None
+        reward_rows, conversations, ids = data, None, batch.ids.take(scored).tolist()
         if facts is not None:
-            reward_rows = [{**row, **facts[place]} for row, place in zip(data, scored, strict=True)]
-            conversations = [facts[place]["conversation"] for place in scored]
+            reward_rows = [{**row, **facts[place].columns} for row, place in zip(data, scored, strict=True)]
+            conversations = [facts[place].messages for place in scored]
+            ids = [facts[place].ids for place in scored]
         # Without a scorer the run learns from a teacher alone.
         scores = (
             no_scores(len(scored))
@@ -335,7 +336,7 @@ class RolloutCollector:
                 *reward_inputs(
                     reward_rows, [batch.texts[place] for place in scored], self.prompt_column, conversations
                 ),
-                completion_ids=batch.ids.take(scored).tolist(),
+                completion_ids=ids,
                 trainer_state=draw.trainer_state,
                 places=CompletionNames(data, batch.row_numbers, scored, samples),
             )

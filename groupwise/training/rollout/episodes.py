@@ -16,6 +16,7 @@ from groupwise.core.filters import KeptSets
 from groupwise.core.ragged import Ragged
 from groupwise.core.sequences import Turns
 from groupwise.data import Prompt, PromptBuilder
+from groupwise.environments import Message
 from groupwise.errors import UserCodeError
 from groupwise.generate.types import Generator, Progress, Sampling
 from groupwise.model.tree import sort_contexts
@@ -24,12 +25,23 @@ from groupwise.tasks.base import TaskRow
 from groupwise.training.environments import REWARD_COLUMNS
 from groupwise.training.rollout.batch import Batch, TurnFacts, filtered_probability
 
+TOOL_COLUMNS = ("tool_calls", "failed_tool_calls", "unreadable_calls")
+COLUMNS = ("opening", "conversation", "outcome", "turns", "prompt_tokens", *TOOL_COLUMNS)
+
+
+class ConversationFacts(NamedTuple):
+    """What reward functions get of a conversation."""
+
+    messages: list[Message]  # the completion, if the prompt consists of messages, too
+    ids: list[int]  # as ``completion_ids``
+    columns: dict[str, Any]  # beside those of the row, or in their place
+
 
 class SampledConversations(NamedTuple):
-    """A batch without rewards; ``facts``: what reward functions get of each conversation."""
+    """A batch without rewards."""
 
     batch: Batch
-    facts: list[dict[str, Any]]
+    facts: list[ConversationFacts]
     failures: list[str]  # why groups were left out
     metrics: dict[str, float]
 
@@ -39,6 +51,30 @@ class ConversationSampler:
 
     def __init__(self, sampler: EpisodeSampler, builder: PromptBuilder, column: str, seed: int) -> None:
         self.sampler, self.builder, self.column, self.seed = sampler, builder, column, seed
+
+    def close(self) -> None:
+        """End the environments."""
+        self.sampler.close()
+
+    def hold(
+        self,
+        generator: Generator,
+        starts: Sequence[EpisodeStart],
+        samples: int,
+        sampling: Sampling,
+        generate: Generate,
+        progress: Progress,
+    ) -> list[list[Episode]]:
+        """The conversations of each start, without rewards."""
+        return self.sampler.sample(generator, starts, samples, sampling, generate=generate, progress=progress)
+
+    def finish_batch(self, batch: Batch, episodes: Sequence[Episode]) -> Batch:
+        """The batch of these conversations; for subclasses that see their texts or their ends in another way."""
+        return batch
+
+    def facts_of(self, row: TaskRow, episode: Episode) -> ConversationFacts:
+        """What reward functions get of a conversation about this row."""
+        return ConversationFacts(episode.messages, episode.joined("ids").tolist(), reward_columns(episode))
 
     def sample(
         self,
@@ -54,7 +90,7 @@ class ConversationSampler:
         """The batch of these rows, without groups in which an environment failed."""
         seeds = [derive_seed("environment", self.seed, number) for number in row_numbers]
         starts = episode_starts(self.builder, rows, prompts, self.column, seeds)
-        groups = self.sampler.sample(generator, starts, samples, sampling, generate=generate, progress=progress)
+        groups = self.hold(generator, starts, samples, sampling, generate, progress)
         kept, failures = without_failed(groups)
         chosen = [groups[place] for place in kept]
         batch = batch_of_episodes(
@@ -66,7 +102,8 @@ class ConversationSampler:
             samples,
             keep_sets=sampling.keep_sets,
         )
-        facts = [reward_columns(episode) for members in chosen for episode in members]
+        batch = self.finish_batch(batch, [episode for members in chosen for episode in members])
+        facts = [self.facts_of(rows[place], episode) for place in kept for episode in groups[place]]
         return SampledConversations(batch, facts, failures, episode_metrics(chosen, failures))
 
 
@@ -112,9 +149,10 @@ def batch_of_episodes(
     keep_sets: bool,
 ) -> Batch:
     """The batch of these groups of conversations, without rewards."""
-    for episodes in groups:
-        share_prompt(episodes)
     episodes = [episode for members in groups for episode in members]
+    columns = _columns(episodes)
+    for members in groups:
+        share_prompt(members)
     names = ("ids", "logps", "filtered_logps", "versions")
     ids, logps, filtered, versions = (Ragged.of([episode.joined(name) for episode in episodes]) for name in names)
     sets = [kept for episode in episodes for kept in episode.kept]
@@ -134,7 +172,7 @@ def batch_of_episodes(
         filtered_probability=filtered_probability(logps.padded(), filtered.padded(), ids.mask) if keep_sets else None,
         turns=Turns.of([episode.sequence for episode in episodes]),
         turn_facts=[facts for members in groups for facts in _turn_facts(members)],
-        extra=_columns(episodes),
+        extra=columns,
     )
 
 
@@ -159,11 +197,16 @@ def _prompt(tokenizer: Any, prompt: Prompt, episode: Episode) -> Prompt:
 
 
 def _columns(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
-    """Columns of the rollout file."""
+    """Columns of the rollout file: `COLUMNS`."""
     return {
+        "opening": [json.dumps(episode.greeting, ensure_ascii=False) for episode in episodes],
         "conversation": [json.dumps(episode.messages, ensure_ascii=False) for episode in episodes],
         "outcome": [episode.outcome for episode in episodes],
         "turns": [len(episode.turns) for episode in episodes],
+        "prompt_tokens": [len(episode.prompt) for episode in episodes],
+        "tool_calls": [sum(turn.calls for turn in episode.turns) for episode in episodes],
+        "failed_tool_calls": [sum(turn.failed_calls for turn in episode.turns) for episode in episodes],
+        "unreadable_calls": [sum(len(turn.said.problems) for turn in episode.turns) for episode in episodes],
     }
 
 

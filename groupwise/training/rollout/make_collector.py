@@ -75,7 +75,7 @@ def make_collector(
         "stop": components.stop,
         "penalties": penalties,
         "grouper": grouper,
-        "conversations": _conversations(components),
+        "conversations": make_conversations(components, recipe.train.seed),
         "say": say,
         "display": display,
     }
@@ -87,8 +87,9 @@ def make_collector(
     return SharedCollector(generator, *inputs, **settings, ranks=ranks)
 
 
-def _conversations(components: RunComponents) -> ConversationSampler | None:
-    recipe, episodes = components.recipe, components.episodes
-    if episodes is None:
+def make_conversations(components: RunComponents, seed: int) -> ConversationSampler | None:
+    """What samples conversations; None if completions are none."""
+    if components.environment is None:
         return None
-    return ConversationSampler(episodes, components.builder, recipe.data.prompt, recipe.train.seed)
+    make: Callable[..., ConversationSampler] = components.environment.sampler or ConversationSampler
+    return make(components.episodes, components.builder, components.recipe.data.prompt, seed)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
+from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,11 @@ import pytest
 from datasets import Dataset
 
 from groupwise.model.tiny import tiny_config, tiny_model, tiny_tokenizer
+from tests.conversations.families import BY_NAME
 
 SCRIPTS = Path(__file__).parent / "scripts"
 POLICY, REWARD_MODEL = "Qwen/Qwen3-0.6B", "Skywork/Skywork-Reward-V2-Qwen3-0.6B"
+TOOL_POLICY = "Qwen/Qwen2.5-0.5B-Instruct"  # with a chat template for tools
 TEXTS = [f"Say number {number}: " for number in range(8)]
 DATA = {
     "trl-lib/tldr": {"prompt": TEXTS},
@@ -22,11 +27,20 @@ DATA = {
 }
 
 
+def tool_tokenizer() -> Any:
+    """A small tokenizer with a chat template for tools: Qwen2.5's as TRL knows it, where TRL is installed."""
+    tokenizer = copy.deepcopy(BY_NAME["qwen2_5"].tokenizer())  # TRL changes it
+    tokenizer.pad_token = "<|endoftext|>"
+    if find_spec("trl") is not None:
+        tokenizer.chat_template = (files("trl") / "chat_templates" / "qwen2_5.jinja").read_text()
+    return tokenizer
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the tiny policy and a reward model by the names of hub models."""
     import torch
-    from transformers import LlamaForSequenceClassification
+    from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
     folder = tmp_path_factory.mktemp("hub")
     tiny_model().save_pretrained(folder / POLICY)
@@ -36,6 +50,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForSequenceClassification(config).save_pretrained(folder / REWARD_MODEL)
     for name in (POLICY, REWARD_MODEL):
         tiny_tokenizer().save_pretrained(folder / name)
+    tokenizer = tool_tokenizer()
+    tokenizer.save_pretrained(folder / TOOL_POLICY)
+    config = tiny_config()
+    config.vocab_size, config.bos_token_id = len(tokenizer), None
+    config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    LlamaForCausalLM(config).save_pretrained(folder / TOOL_POLICY)
     return folder
 
 

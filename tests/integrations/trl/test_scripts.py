@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
 # Scripts that are run with TRL, too. The others differ from these only in what is not logged.
 COMPARED = ["quick_start", "several_rewards", "multi_task", "gspo", "cispo", "kl_reference", "evaluation_sets"]
+COMPARED += ["tools", "environment", "rollout_function"]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("vllm_server", *COMPARED)])

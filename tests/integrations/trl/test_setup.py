@@ -32,9 +32,6 @@ __all__ = ["models", "workplace"]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"tools": [print]}, "tools are not supported"),
-        ({"rollout_func": print}, "rollout_func"),
-        ({"environment_factory": print}, "environments are not supported"),
         ({"quantization_config": object()}, "quantised"),
         ({"reward_funcs": None}, "reward_funcs is missing"),
         ({"reward_funcs": [letters, 3]}, r"reward_funcs has 3 \(int\)"),
