@@ -1,8 +1,8 @@
 """Sample episodes: the generator takes the model's turns, environments answer between them.
 
 In each round the generator samples a turn of every conversation whose environment has answered, while slower
-environments go on. An environment that fails is started afresh with the same row and seed; if it fails again, its
-episode's outcome is "failed".
+environments go on. Between rounds it may keep what it has computed. An environment that fails is started afresh with
+the same row and seed; if it fails again, its episode's outcome is "failed".
 
 The random numbers of a turn depend on the seed, the prompt's key, the sample's number, the attempt and the turn, and on
 nothing else. A conversation that is only a prompt yet is sampled together with the others of its group.
@@ -34,7 +34,7 @@ from groupwise.environments import (
 )
 from groupwise.environments.watch import WatchedEnvironment
 from groupwise.errors import InputError, check_integer
-from groupwise.generate.types import Generator, Rollout, Sampling, Stop
+from groupwise.generate.types import Generator, Rollout, Sampling, Stop, keeping
 from groupwise.seeds import derive_seed
 
 Generate = Callable[..., Rollout]
@@ -151,7 +151,8 @@ class EpisodeSampler:
             sampling = replace(sampling, eos_ids=self.format.stop_ids)
         session = _Session(self, generate, starts, samples, sampling)
         try:
-            return session.run(progress)
+            with keeping(generator):
+                return session.run(progress)
         except BaseException:
             session.abandon()
             raise
