@@ -16,7 +16,7 @@ from groupwise.core.ragged import Ragged
 from groupwise.core.sequences import Turns
 from groupwise.data import Prompt, PromptBuilder
 from groupwise.errors import UserCodeError
-from groupwise.generate.types import Generator, Progress, Sampling
+from groupwise.generate.types import Generator, Progress, Rollout, Sampling
 from groupwise.seeds import derive_seed
 from groupwise.tasks.base import TaskRow
 from groupwise.training.environments import REWARD_COLUMNS
@@ -52,7 +52,14 @@ class ConversationSampler:
         """The batch of these rows, without groups in which an environment failed."""
         seeds = [derive_seed("environment", self.seed, number) for number in row_numbers]
         starts = episode_starts(self.builder, rows, prompts, self.column, seeds)
-        groups = self.sampler.sample(generator, starts, samples, sampling, generate=generate, progress=progress)
+        counts: Counter[str] = Counter()
+
+        def counted(*args: Any, **settings: Any) -> Rollout:
+            rollout = generate(*args, **settings)
+            counts.update({name: rollout.stats.get(name, 0) for name in ("prefilled_tokens", "reused_tokens")})
+            return rollout
+
+        groups = self.sampler.sample(generator, starts, samples, sampling, generate=counted, progress=progress)
         kept, failures = without_failed(groups)
         chosen = [groups[place] for place in kept]
         batch = batch_of_episodes(
@@ -65,7 +72,10 @@ class ConversationSampler:
             keep_sets=sampling.keep_sets,
         )
         facts = [reward_columns(episode) for members in chosen for episode in members]
-        return SampledConversations(batch, facts, failures, episode_metrics(chosen, failures))
+        metrics = episode_metrics(chosen, failures)
+        if shown := counts.total():
+            metrics["episodes/reused_share"] = counts["reused_tokens"] / shown
+        return SampledConversations(batch, facts, failures, metrics)
 
 
 def episode_starts(
