@@ -118,11 +118,10 @@ def test_any_conversations(rng, name, rows, prefill_tokens, tokens, kind, lag):
 @pytest.mark.parametrize("name", quick(["llama", "gemma3"], "llama"))
 def test_preemption_at_random_changes_no_token(name, monkeypatch):
     monkeypatch.setattr(memory, "PAGE_TOKENS", 4)
-    engine = Engine(HANDLES[name], max_num_seqs=6, cache_bytes=cache_bytes(name, 600))
+    engine = Engine(HANDLES[name], max_num_seqs=6, cache_bytes=cache_bytes(name, 800))
     sampling = Sampling(max_new_tokens=100, min_new_tokens=8, eos_ids=FEW, top_k=30, keep_sets=True)
     preempt_at_random(monkeypatch)
     stats = converse(engine, PlainGenerator(HANDLES[name].model), random.Random(2), sampling, 4)
-    assert engine._cache.page_tokens == 4
     assert sum(each["preempted"] for each in stats) > 10
     assert sum(each["reused_tokens"] for each in stats) > 100
 

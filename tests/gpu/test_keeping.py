@@ -25,7 +25,7 @@ def _small_pages(monkeypatch) -> None:
     monkeypatch.setattr(memory, "GPU_PAGE_TOKENS", 4)
 
 
-@pytest.mark.parametrize("tokens", [None, 900])
+@pytest.mark.parametrize("tokens", [None, 500])
 @pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.parametrize("name", ["llama", "llama_one_head", "gemma2", "gemma3"])
 def test_turns_are_those_without_keeping(name, kind, tokens, monkeypatch):
@@ -35,7 +35,7 @@ def test_turns_are_those_without_keeping(name, kind, tokens, monkeypatch):
     limit = None if tokens is None else tokens * bytes_per_token(handle.shapes, handle.dtype)
     engine = Engine(handle, max_num_seqs=8, cache_bytes=limit, grow_on_gpu=limit is not None)
     plain = Engine(handle, max_num_seqs=8)
-    contexts, reused = [random_ids(rng, 1, 20) for _ in range(4)], 0
+    contexts, stats = [random_ids(rng, 1, 20) for _ in range(4)], []
     with engine.keeping():
         for _ in range(4):
             wanted = plain.generate(contexts, 2, sampling)
@@ -44,11 +44,13 @@ def test_turns_are_those_without_keeping(name, kind, tokens, monkeypatch):
                     preempt_at_random(patch)
                 got = engine.generate(contexts, 2, sampling)
             assert_same(got, wanted)
-            assert limit is None or engine._cache.page_tokens == 4
             assert limit is None or engine._cache.bytes + engine._kept.bytes <= limit
-            reused += got.stats["reused_tokens"]
+            stats.append(got.stats)
             contexts = next_contexts(rng, contexts, got)
-    assert reused > 100
+    if limit is None:
+        assert sum(each["reused_tokens"] for each in stats) > 100
+    else:
+        assert sum(each["preempted"] for each in stats) > 0
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
