@@ -1,8 +1,8 @@
 """Sample episodes: the generator takes the model's turns, environments answer between them.
 
 In each round the generator samples a turn of every conversation whose environment has answered, while slower
-environments go on. An environment that fails is started afresh with the same row and seed; if it fails again, its
-episode's outcome is "failed".
+environments go on. Between rounds it may keep what it has computed. An environment that fails is started afresh with
+the same row and seed; if it fails again, its episode's outcome is "failed".
 
 The random numbers of a turn depend on the seed, the prompt's key, the sample's number, the attempt and the turn, and on
 nothing else. A conversation that is only a prompt yet is sampled together with the others of its group.
@@ -35,7 +35,7 @@ from groupwise.environments import (
 from groupwise.environments.watch import WatchedEnvironment
 from groupwise.errors import InputError
 from groupwise.generate.sharded import ShardedGenerator, scaled
-from groupwise.generate.types import Generator, Progress, Rollout, Sampling, Stop
+from groupwise.generate.types import Generator, Progress, Rollout, Sampling, Stop, keeping
 from groupwise.seeds import derive_seed
 
 Partner = WatchedEnvironment | RolloutConversation
@@ -149,7 +149,8 @@ class EpisodeSampler:
         sample_turns = partial(generator.generate, stop=stop) if generate is None else partial(generate, generator)
         session = _Session(self, sample_turns, starts, samples, sampling)
         try:
-            return session.run(progress)
+            with keeping(generator):
+                return session.run(progress)
         except BaseException:
             session.abandon()
             raise

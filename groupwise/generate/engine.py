@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from groupwise.config import Recipe
 from groupwise.distributed.ranks import Ranks
 from groupwise.errors import InputError, check_integer
+from groupwise.generate.kept_tokens import KeptTokens
 from groupwise.generate.local import LocalGenerator
 from groupwise.generate.memory import EXPECTED_SHARE, CachePlan, plan_cache
 from groupwise.generate.plain import PlainGenerator
@@ -48,6 +50,7 @@ class Engine(LocalGenerator):
     graphs: whether to decode with captured CUDA graphs; by default where possible.
     grow_on_gpu: with CUDA graphs, too, let samples get memory as they grow where not all fit at full length, as they do
     without graphs. More of them run at once if most end early; not with ``isolated``.
+    keep_on_gpu: on a GPU, too, keep keys and values between the calls within `keeping`.
     joint_products: compute query, key and value, and gate and up, as one matrix product each where the layers allow it.
     Their weights become views of one tensor, still the same parameters; sums may be rounded differently.
     """
@@ -62,6 +65,7 @@ class Engine(LocalGenerator):
         isolated: bool = False,
         graphs: bool | None = None,
         grow_on_gpu: bool = False,
+        keep_on_gpu: bool = False,
         joint_products: bool = False,
     ) -> None:
         self.handle: ModelHandle = prepare(model)
@@ -81,13 +85,46 @@ class Engine(LocalGenerator):
         self.isolated = isolated
         self.graphs = _can_capture(self.handle) if graphs is None else graphs
         self.grow_on_gpu = grow_on_gpu
+        self._may_keep = not isolated and self.handle.head is not None and (keep_on_gpu or not gpu)
         joint = joint_products and self.handle.sharded is None
         self._joint_products = JointProducts(self.handle.trunk) if joint else None
         self._cache: SharedCache | None = None
         self._graphs: Any = None
+        self._kept: KeptTokens | None = None
 
     def release(self) -> None:
         """Free the cache; the next call allocates it again."""
+        self._forget()
+        self._release_cache()
+
+    def update_weights(self, version: int) -> None:
+        super().update_weights(version)
+        self._forget()
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Within this block, calls keep the keys and values of their prompts and samples.
+
+        A later call computes only what is new in its prompts. Everything is dropped at the end of the block and when
+        the weights change. Not with ``isolated``: what is kept depends on earlier calls. On a GPU only with
+        ``keep_on_gpu``.
+        """
+        if self._kept is not None or not self._may_keep:
+            yield  # in a block within a block, the outer one keeps
+            return
+        self._kept = KeptTokens(self.handle)
+        hook = register_optimizer_step_post_hook(self._kept.mark_stale)
+        try:
+            yield
+        finally:
+            hook.remove()
+            self._kept = None
+
+    def _forget(self) -> None:
+        if self._kept is not None:
+            self._kept.clear()
+
+    def _release_cache(self) -> None:
         if self._cache is not None:
             self._cache.release()
         self._cache = self._graphs = None
@@ -110,9 +147,14 @@ class Engine(LocalGenerator):
         request = Request(self.handle, prompts, samples, sampling, keys)
         joint = nullcontext() if self._joint_products is None else self._joint_products.active()
         with eval_mode(self.handle.model), joint, small_batch_linears(self.handle.trunk):
-            return self._generate(request, stop)
+            try:
+                return self._generate(request, stop)
+            except BaseException:
+                self._forget()
+                raise
 
     def _generate(self, request: Request, stop: Stop | None) -> Rollout:
+        kept = self._kept or KeptTokens(self.handle)
         plan = plan_cache(
             self.handle,
             request.prompt_lengths,
@@ -120,30 +162,46 @@ class Engine(LocalGenerator):
             request.sampling.max_new_tokens if self.isolated else request.longest,
             self.max_num_seqs,
             self.cache_bytes,
-            held_bytes=0 if self._cache is None else self._cache.bytes,
+            held_bytes=kept.bytes + (0 if self._cache is None else self._cache.bytes),
             all_rows=self.isolated,
             grows=not self.isolated and (self.grow_on_gpu or not self.graphs),
+            keeps=self._kept is not None,
         )
+        beginnings = kept.start(request.prompts, self._room_to_keep(plan))
         pages = None if plan.page_tokens >= request.longest else plan.pages
         runner = self._runner(plan, request, paged=pages is not None)
         estimate = self._page_estimate(request.longest, runner) if pages is not None else None
-        scheduler = Scheduler(request.prompt_lengths, request.counts, plan.prompt_tokens, plan.slots, pages, estimate)
-        active, output = ActiveSamples(request, scheduler, runner), OutputBuffer(request, stop, self.progress)
+        scheduler = Scheduler(
+            request.prompt_lengths,
+            request.counts,
+            plan.prompt_tokens,
+            plan.slots,
+            pages,
+            estimate,
+            [length - present for length, (_, present) in zip(request.prompt_lengths, beginnings, strict=True)],
+        )
+        active, output = ActiveSamples(request, scheduler, runner, kept), OutputBuffer(request, stop, self.progress)
         preempted: dict[int, SavedSample] = {}
         random_stream = RandomStream(request, plan.slots)
         in_flight: deque[tuple[StepBatch, Any]] = deque()
         first_logits: dict[int, Tensor] = {}
-        names = ("prefilled_prompts", "prefilled_tokens", "decode_steps", "preempted")
+        names = ("prefilled_prompts", "prefilled_tokens", "reused_tokens", "decode_steps", "preempted")
         stats = {"rows": plan.slots, **dict.fromkeys(names, 0)}
         while not scheduler.done or in_flight:
             before = len(in_flight)
             new_prompts, new_samples = scheduler.admit(self.prefill_tokens)
             if new_prompts:
                 numbers, starts = zip(*new_prompts, strict=True)
-                logits = runner.prefill([request.prompts[number] for number in numbers], starts)
+                contexts, known = ([of[number] for number in numbers] for of in (request.prompts, beginnings))
+                kept.restore(known, starts, runner.cache)
+                logits = runner.prefill(contexts, [present for _, present in known], starts)
+                kept.keep_contexts(contexts, known, starts, runner.cache)
                 first_logits.update(zip(numbers, logits, strict=True))
                 stats["prefilled_prompts"] += len(numbers)
-                stats["prefilled_tokens"] += sum(request.prompt_lengths[number] for number in numbers)
+                stats["reused_tokens"] += sum(present for _, present in known)
+                stats["prefilled_tokens"] += sum(
+                    len(ids) - present for ids, (_, present) in zip(contexts, known, strict=True)
+                )
             for sample, slot in [pair for pair in new_samples if pair[0] in preempted]:
                 new_samples.remove((sample, slot))
                 active.resume(sample)
@@ -174,10 +232,20 @@ class Engine(LocalGenerator):
             idle = len(in_flight) == before  # nothing can be launched before an output is read
             while in_flight and len(in_flight) > (before - 1 if idle else runner.lag):
                 batch, step = in_flight.popleft()
-                for sample in output.append(batch, runner.read(step)):
-                    active.drop(sample)
+                ended = output.append(batch, runner.read(step))
+                active.drop(ended)
+                for sample in ended:
                     preempted.pop(sample, None)
+        kept.finish(request.prompts, request.prompt_of, output.ids, output.lengths)
         return output.rollout(self.version, stats, runner.kept_ids())
+
+    def _room_to_keep(self, plan: CachePlan) -> int:
+        """The tokens for which there is memory beside the cache of running samples."""
+        if self._kept is None:
+            return 0
+        present = self._cache is not None and self._cache.fits(*plan.size)
+        tokens = self._cache.tokens if self._cache is not None and present else plan.tokens
+        return max(0, plan.memory_tokens - tokens)
 
     def _page_estimate(self, longest: int, runner: Runner) -> PageEstimate | None:
         """With graphs a preempted sample waits in pinned memory, so no more are admitted than are likely to fit."""
@@ -190,9 +258,9 @@ class Engine(LocalGenerator):
         head = self.handle.head
         if head is None:
             raise InputError(f"this model's prompts cannot be shared: {self.handle.fallback_reason}")
-        if self._cache is None or not self._cache.fits(*plan):
-            self.release()
-            self._cache = SharedCache(self.handle, *plan)
+        if self._cache is None or not self._cache.fits(*plan.size):
+            self._release_cache()
+            self._cache = SharedCache(self.handle, *plan.size)
         self._cache.attach()
         penalizes = request.sampling.repetition_penalty != 1
         if not self.graphs or penalizes:  # a captured step does not know which tokens have occurred

@@ -17,12 +17,21 @@ EXPECTED_SHARE = 1 / 4  # of the longest completion: what a sample is expected t
 
 
 class CachePlan(NamedTuple):
-    """The size of a `SharedCache`."""
+    """The size of a `SharedCache`, and the tokens for which there is memory in all."""
 
     prompt_tokens: int  # of the pool
     slots: int
     pages: int
     page_tokens: int
+    memory_tokens: int
+
+    @property
+    def size(self) -> tuple[int, int, int, int]:
+        return self[:4]
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + (self.pages + 1) * self.page_tokens
 
 
 def plan_cache(
@@ -35,6 +44,7 @@ def plan_cache(
     held_bytes: int = 0,
     all_rows: bool = False,
     grows: bool = False,
+    keeps: bool = False,
 ) -> CachePlan:
     """Slots for all samples, or as many as ``max_num_seqs`` and the memory allow, and a pool for their prompts.
 
@@ -42,6 +52,7 @@ def plan_cache(
     page after another (``grows``), the pages are small and fill the memory.
     held_bytes: the size of the cache of an earlier call, which counts as free.
     all_rows: always ``max_num_seqs`` slots, or an error.
+    keeps: where pages fill the memory, leave half of those that are not needed at once to `KeptTokens`.
     """
     per_token = bytes_per_token(handle.shapes, handle.dtype)
     budget = cache_bytes
@@ -59,10 +70,12 @@ def plan_cache(
         # The prompts that can be active at once: those of ``rows`` samples, and one more for a straggler.
         pool = sum(longest[: -(-rows // min(counts)) + 1])
         if pool + (rows + 1) * length <= tokens:
-            return CachePlan(pool, rows, rows, length)
+            return CachePlan(pool, rows, rows, length, tokens)
         pages = (tokens - pool) // page_tokens - 1
-        if grows and pages >= max(most_pages + 1, 2 * rows):
-            return CachePlan(pool, rows, min(pages, rows * most_pages), page_tokens)
+        enough = max(most_pages + 1, 2 * rows)
+        if grows and pages >= enough:
+            pages = min((pages + enough) // 2 if keeps else pages, rows * most_pages)
+            return CachePlan(pool, rows, pages, page_tokens, tokens)
         rows = rows - 1 if rows < 16 else rows * 15 // 16
     needed = longest[0] + ((most_pages + 2) * page_tokens if grows else (group + 1) * length)
     what = "one completion" if grows else f"one group of {group} samples"

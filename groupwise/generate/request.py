@@ -11,6 +11,7 @@ import torch
 
 from groupwise.core.filters import KeptSets
 from groupwise.errors import InputError, NotFiniteError
+from groupwise.generate.kept_tokens import KeptTokens
 from groupwise.generate.page_table import PageTable
 from groupwise.generate.runner import Group, Runner, StepBatch, StepOutput
 from groupwise.generate.sampling import uniforms
@@ -88,8 +89,8 @@ class RandomStream:
 class ActiveSamples:
     """The running samples in order of admission, and how many tokens of each have been launched."""
 
-    def __init__(self, request: Request, scheduler: Scheduler, runner: Runner) -> None:
-        self.request, self.scheduler, self.runner = request, scheduler, runner
+    def __init__(self, request: Request, scheduler: Scheduler, runner: Runner, kept: KeptTokens) -> None:
+        self.request, self.scheduler, self.runner, self.kept = request, scheduler, runner, kept
         self.page_tokens = runner.cache.page_tokens
         columns = -(-request.longest // self.page_tokens) + 1 if scheduler.grows else 0
         self.table = PageTable(scheduler.slots, columns, self.page_tokens, runner.cache.pages)
@@ -154,17 +155,20 @@ class ActiveSamples:
         positions = self._lengths[self.request.prompt_of[samples]] + index - 1
         return StepBatch(samples, index, slots, self._pages(slots, index - 1), positions, groups)
 
-    def drop(self, sample: int) -> None:
-        """Remove a finished sample; does nothing if it was removed already."""
-        if sample in self.scheduler.slot_of or sample in self.scheduler.preempted:
-            self.scheduler.finish(sample)
-            self._rows = None
+    def drop(self, samples: Sequence[int]) -> None:
+        """Remove finished samples, of which some may have been removed already. What running ones have is kept."""
+        running = [sample for sample in samples if sample in self.scheduler.slot_of]
+        if running and self.kept.limit:
+            self.kept.keep_samples(running, [self._places(sample) for sample in running], self.runner.cache)
+        for sample in samples:
+            if sample in self.scheduler.slot_of or sample in self.scheduler.preempted:
+                self.scheduler.finish(sample)
+                self._rows = None
 
     def drop_full(self) -> None:
         """Remove the samples whose last allowed token has been launched, without waiting for that token."""
         running = np.fromiter(self.scheduler.slot_of, np.int64)
-        for sample in running[self.launched[running] >= self.request.limits[running]].tolist():
-            self.drop(sample)
+        self.drop(running[self.launched[running] >= self.request.limits[running]].tolist())
 
     def _arrange(self) -> tuple[np.ndarray, np.ndarray, list[Group]]:
         samples: list[int] = []
@@ -175,6 +179,14 @@ class ActiveSamples:
             samples += members
         slots = np.array([self.scheduler.slot_of[sample] for sample in samples], np.int64)
         return np.array(samples, np.int64), slots, groups
+
+    def _places(self, sample: int) -> np.ndarray:
+        """Where the pages have the sample's keys and values; its newest token has none yet."""
+        scheduler, at = self.scheduler, np.arange(self.launched[sample] - 1)
+        pages = np.array(scheduler.pages_of[sample] if scheduler.grows else [scheduler.slot_of[sample]])
+        size = self.runner.cache.page_tokens
+        places: np.ndarray = pages[at // size] * size + at % size
+        return places
 
     def _pages(self, slots: np.ndarray, places: np.ndarray) -> np.ndarray:
         """See `StepBatch.pages`; ``places`` are those of the input tokens in their completions."""

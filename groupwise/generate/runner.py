@@ -18,7 +18,7 @@ from groupwise.core.filters import KeptSets
 from groupwise.generate.sampling import DrawnTokens, OccurredTokens, draw, eos_mask
 from groupwise.generate.types import Sampling
 from groupwise.model.attention import to_device
-from groupwise.model.cache import DecodeLayout, PrefillLayout, SharedCache
+from groupwise.model.cache import ContinuedPrefillLayout, DecodeLayout, PrefillLayout, SharedCache
 from groupwise.model.handle import Head, ModelHandle
 
 Group = tuple[int, int, slice]
@@ -83,10 +83,16 @@ class Runner:
         self.eos = eos_mask(eos, handle)
         self.occurred = occurred
 
-    def prefill(self, prompts: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
-        """Write the prompts' keys and values to the pool; returns the logits ``(n, V)`` after each prompt."""
-        layout = PrefillLayout([len(ids) for ids in prompts], starts, self.device)
-        row = to_device(torch.cat(list(prompts)), self.device)
+    def prefill(self, prompts: Sequence[Tensor], present: Sequence[int], starts: Sequence[int]) -> Tensor:
+        """Write the prompts' keys and values to the pool; returns the logits ``(n, V)`` after each prompt.
+
+        present: how many tokens of each are in the pool already.
+        """
+        lengths = [len(ids) for ids in prompts]
+        layout = PrefillLayout(lengths, starts, self.device)
+        if any(present):
+            layout = ContinuedPrefillLayout(lengths, present, starts, self.device)
+        row = to_device(torch.cat([ids[length:] for ids, length in zip(prompts, present, strict=True)]), self.device)
         hidden = self.handle.hidden(row[None], layout.positions[None], layout)[0]
         return self.head.logits(hidden[layout.prompt_ends[1:].long() - 1])
 

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 @dataclass
 class PromptState:
-    """A prompt: its length, its unfinished samples, and its start in the pool while it is there."""
+    """A prompt: its length, its unfinished samples, the tokens to compute, its start in the pool while it is there."""
 
     length: int
     samples_left: int
+    to_compute: int
     start: int | None = None
 
 
@@ -45,6 +46,7 @@ class PageEstimate:
 class Scheduler:
     """For prompts of ``lengths`` with ``counts`` samples each; samples are numbered prompt after prompt.
 
+    to_compute: the tokens of each prompt that must be computed; by default all.
     pages: by default one for each slot, and samples do not grow.
     estimate: what running samples are expected to need is kept free when others are admitted; by default one page each.
     """
@@ -57,8 +59,10 @@ class Scheduler:
         slots: int,
         pages: int | None = None,
         estimate: PageEstimate | None = None,
+        to_compute: Sequence[int] | None = None,
     ) -> None:
-        self.prompts = [PromptState(length, count) for length, count in zip(lengths, counts, strict=True)]
+        to_compute = lengths if to_compute is None else to_compute
+        self.prompts = [PromptState(*numbers) for numbers in zip(lengths, counts, to_compute, strict=True)]
         self.prompt_of = [prompt for prompt, count in enumerate(counts) for _ in range(count)]
         self.waiting = deque(range(len(self.prompt_of)))
         self.slot_of: dict[int, int] = {}  # of each running sample, in order of admission
@@ -104,12 +108,14 @@ class Scheduler:
                 break
             if prompt.start is None:
                 enough = min(prompt.samples_left, -(-self.slots // 8))
-                if (used and used + prompt.length > prefill_tokens) or (self.slot_of and len(self.free_slots) < enough):
+                if (used and used + prompt.to_compute > prefill_tokens) or (
+                    self.slot_of and len(self.free_slots) < enough
+                ):
                     break
                 prompt.start = self.pool.allocate(prompt.length)
                 if prompt.start is None:
                     break
-                used += prompt.length
+                used += prompt.to_compute
                 prompts.append((number, prompt.start))
             self.waiting.popleft()
             self.preempted.pop(sample, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -105,8 +106,17 @@ class Rollout:
         return rows
 
 
+def keeping(generator: Generator) -> AbstractContextManager[None]:
+    """The block within which a generator reuses what it has computed in earlier calls, see `Generator`."""
+    keep: Callable[[], AbstractContextManager[None]] = getattr(generator, "keeping", nullcontext)
+    return keep()
+
+
 class Generator(Protocol):
     """Samples completions: `Engine`, `PlainGenerator`, or another library behind the same methods.
+
+    A generator may also have a method ``keeping()``. It returns a context manager within which the generator may keep
+    keys and values for later calls, as long as its samples stay the same and the weights do not change.
 
     max_num_seqs: the maximal number of completions at once; the trainer lowers it if memory runs out.
     remote: it samples outside of this process, with a copy of the weights; so it may sample while the model is updated.

@@ -175,7 +175,7 @@ class PackedLayout:
             own = np.diff(segment_ends[count:])
             starts = np.stack([prompt_ends[1:][self._prompt_of] - seen, segment_ends[count:-1]], 1).flatten()
             lengths = np.concatenate([self._prompts, np.stack([seen, own], 1).flatten()])
-            keys = torch.from_numpy(_ranges(np.concatenate([prompt_ends[:-1], starts]), lengths))
+            keys = torch.from_numpy(ranges(np.concatenate([prompt_ends[:-1], starts]), lengths))
             sizes = np.concatenate([self._prompts, seen + own])
             ends = torch.from_numpy(np.append(0, sizes.cumsum()).astype(np.int32))
             self._windowed[window] = keys.to(device), ends.to(device), round_up(int(sizes.max()))
@@ -331,7 +331,7 @@ def _places(starts: np.ndarray, length: int) -> Places:
     return torch.from_numpy((starts[:, None] + np.arange(length)).flatten())
 
 
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """The numbers of all these ranges, one range after another."""
     ends = lengths.cumsum()
     numbers: np.ndarray = np.arange(lengths.sum()) + (starts - ends + lengths).repeat(lengths)

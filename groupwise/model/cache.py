@@ -11,9 +11,9 @@ as one more input, and one compilation serves all layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,12 +26,16 @@ from groupwise.model.attention import (
     merge_attention,
     merge_equal_groups,
     partial_attention,
+    ranges,
+    round_up,
     to_device,
 )
+from groupwise.model.flash import varlen_flash
 from groupwise.model.handle import KVShape, ModelHandle
 
 CACHE_ATTRIBUTE = "groupwise_cache"  # of an attention module
 SHORT_PROMPT = 256  # tokens
+COPIED_TOKENS = 8192  # of contexts that are copied to attend to them in one call
 
 
 class LayerCache(NamedTuple):
@@ -65,6 +69,10 @@ class SharedCache:
     @property
     def bytes(self) -> int:
         return sum(tensor.nbytes for layer in self.layers for tensor in layer)
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + (self.pages + 1) * self.page_tokens
 
     def fits(self, prompt_tokens: int, slots: int, pages: int, page_tokens: int) -> bool:
         """Whether it is large enough and still has the model's device and dtype."""
@@ -131,10 +139,77 @@ class PrefillLayout(PackedLayout):
         self.places = to_device(torch.from_numpy(places), device)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
+        self.write(inputs)
+        return super().attend(inputs)
+
+    def write(self, inputs: AttentionInputs) -> LayerCache:
+        """Store the new keys and values in the pool."""
         cache: LayerCache = getattr(inputs.module, CACHE_ATTRIBUTE)
         cache.pool_keys.index_copy_(0, self.places, inputs.key[0].transpose(0, 1))
         cache.pool_values.index_copy_(0, self.places, inputs.value[0].transpose(0, 1))
-        return super().attend(inputs)
+        return cache
+
+
+class ContinuedPrefillLayout(PrefillLayout):
+    """The rests of prompts in one row, where the pool has the first ``present`` tokens of each."""
+
+    def __init__(
+        self, prompts: Sequence[int], present: Sequence[int], starts: Sequence[int], device: torch.device
+    ) -> None:
+        lengths, before, first = (np.asarray(x, np.int64) for x in (prompts, present, starts))
+        rests = lengths - before
+        super().__init__(rests.tolist(), (first + before).tolist(), device)
+        self.positions = self.positions + to_device(torch.from_numpy(before.repeat(rests)), device)
+        self.longest = int(lengths.max())
+        self.longest_prompt = round_up(self.longest)
+        self.keys = to_device(torch.from_numpy(ranges(first, lengths)), device)  # of all prompts, in the pool
+        self.key_ends = to_device(torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32)), device)
+        self._rests, self._lengths = rests, lengths
+
+    def prepare_windows(self, windows: Iterable[int]) -> None:
+        """A window needs nothing: each prompt's keys are adjacent."""
+
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        cache = self.write(inputs)
+        module, query, _, _, scale, window, softcap = inputs
+        keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (cache.pool_keys, cache.pool_values))
+        return PackedLayout.attend(self, AttentionInputs(module, query, keys, values, scale, window, softcap))
+
+    def _flash(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        out: Tensor = varlen_flash(
+            query, key[self.keys], value[self.keys], self.segment_ends, self.key_ends, self.longest_segment,
+            self.longest_prompt, scale, window,
+        )[0]  # fmt: skip
+        return out
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _by_segments(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        out, repeat = torch.empty_like(query), query.shape[0] // key.shape[0]
+        for rows, places in self._equal:
+            (_, rest), (_, length) = rows.shape, places.shape
+            at = torch.arange(length, device=query.device)
+            distance = at[length - rest :, None] - at
+            visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            keys, values = (x[:, places].transpose(0, 1).repeat_interleave(repeat, 1) for x in (key, value))
+            part, _ = partial_attention(query[:, rows].transpose(0, 1), keys, values, scale, visible, softcap)
+            out[:, rows] = part.transpose(0, 1)
+        return out.transpose(0, 1)
+
+    @cached_property
+    def _equal(self) -> list[tuple[Tensor, Tensor]]:
+        """The rows (n, rest) and the places in the pool (n, length) of prompts that are equally long, a few at once."""
+        rows_of = self.segment_ends[:-1].long()
+        keys_of = self.key_ends[:-1].long()
+        sizes, batches = np.stack([self._rests, self._lengths], 1), []
+        for rest, length in np.unique(sizes, axis=0).tolist():
+            equal = torch.from_numpy(np.flatnonzero((sizes == (rest, length)).all(1))).to(rows_of.device)
+            for some in torch.split(equal, max(1, COPIED_TOKENS // length)):
+                rows = rows_of[some, None] + torch.arange(rest, device=rows_of.device)
+                keys = keys_of[some, None] + torch.arange(length, device=rows_of.device)
+                batches.append((rows, self.keys[keys]))
+        return batches
 
 
 @dataclass

@@ -104,6 +104,14 @@ class ModelHandle:
         ]
         return (tuple(parameter.data_ptr() for parameter in self.model.parameters()), tuple(adapters))
 
+    def weight_state(self) -> tuple[Any, ...]:
+        """Changes with the fingerprint, and whenever PyTorch counts a change of a weight in place.
+
+        It counts none of a fused optimizer and none through ``.data``.
+        """
+        counts = (0 if weight.is_inference() else weight._version for weight in self.model.parameters())
+        return (*self.fingerprint(), tuple(counts))
+
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
         """The trunk's last hidden states for ids ``(rows, L)``, with the layout's attention."""
         config: Any = self.trunk.config

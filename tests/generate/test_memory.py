@@ -79,6 +79,19 @@ def test_samples_that_grow_run_in_less_memory():
         plan_cache(HANDLE, [100], [64], 4096, 64, tokens * TOKEN_BYTES)
 
 
+def test_pages_leave_memory_for_what_is_kept():
+    """Half of those that are not needed to begin with; as many samples run as without."""
+    tokens = 100 + 301 * memory.PAGE_TOKENS
+    plans = [
+        plan_cache(HANDLE, [100], [64], 4096, 64, tokens * TOKEN_BYTES, grows=True, keeps=keeps)
+        for keeps in (False, True)
+    ]
+    assert [plan.slots for plan in plans] == [64, 64]
+    assert [plan.pages for plan in plans] == [300, (300 + 2 * 64) // 2]
+    assert [plan.memory_tokens for plan in plans] == [tokens, tokens]
+    assert all(plan.tokens == 100 + (plan.pages + 1) * memory.PAGE_TOKENS for plan in plans)
+
+
 def test_the_free_memory_is_the_default_budget(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: 100 * TOKEN_BYTES)
     with pytest.raises(InputError, match="the free memory is"):

@@ -89,6 +89,16 @@ def test_a_new_prompt_waits_for_free_slots():
     assert scheduler.admit(100) == ([], [(16, 3)])  # its prompt is in the pool
 
 
+def test_only_tokens_to_compute_count_for_a_prefill():
+    def admitted(to_compute: list[int] | None) -> list[int]:
+        scheduler = Scheduler([50, 50, 50, 50], [1, 1, 1, 1], 200, 4, to_compute=to_compute)
+        return [prompt for prompt, _ in scheduler.admit(60)[0]]
+
+    assert admitted(None) == [0]
+    assert admitted([30, 1, 29, 1]) == [0, 1, 2]
+    assert admitted([70, 1, 1, 1]) == [0]
+
+
 def test_the_mean_number_of_pages_counts_those_that_still_run():
     estimate = PageEstimate(prior=10, most=40)
     assert estimate.mean(0) == 10

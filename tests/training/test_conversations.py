@@ -90,6 +90,7 @@ def test_a_game_is_played_trained_and_recorded(tmp_path):
     rows = [row for row in metrics_of(tmp_path / "run") if "reward" in row]
     assert len(rows) == 4
     assert all(0 < row["episodes/turns"] <= 6 for row in rows)
+    assert all(0 < row["episodes/reused_share"] < 1 for row in rows)
     differences = [row["sampler/logp_difference_max"] for row in rows if row["updates"]]
     assert max(differences) < 1e-4  # trained on what was sampled
     table = read_rollouts(tmp_path / "run")

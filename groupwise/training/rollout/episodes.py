@@ -18,7 +18,7 @@ from groupwise.core.sequences import Turns
 from groupwise.data import Prompt, PromptBuilder
 from groupwise.environments import Message
 from groupwise.errors import UserCodeError
-from groupwise.generate.types import Generator, Progress, Sampling
+from groupwise.generate.types import Generator, Progress, Rollout, Sampling
 from groupwise.model.tree import sort_contexts
 from groupwise.seeds import derive_seed
 from groupwise.tasks.base import TaskRow
@@ -90,7 +90,14 @@ class ConversationSampler:
         """The batch of these rows, without groups in which an environment failed."""
         seeds = [derive_seed("environment", self.seed, number) for number in row_numbers]
         starts = episode_starts(self.builder, rows, prompts, self.column, seeds)
-        groups = self.hold(generator, starts, samples, sampling, generate, progress)
+        counts: Counter[str] = Counter()
+
+        def counted(*args: Any, **settings: Any) -> Rollout:
+            rollout = generate(*args, **settings)
+            counts.update({name: rollout.stats.get(name, 0) for name in ("prefilled_tokens", "reused_tokens")})
+            return rollout
+
+        groups = self.hold(generator, starts, samples, sampling, counted, progress)
         kept, failures = without_failed(groups)
         chosen = [groups[place] for place in kept]
         batch = batch_of_episodes(
@@ -104,7 +111,10 @@ class ConversationSampler:
         )
         batch = self.finish_batch(batch, [episode for members in chosen for episode in members])
         facts = [self.facts_of(rows[place], episode) for place in kept for episode in groups[place]]
-        return SampledConversations(batch, facts, failures, episode_metrics(chosen, failures))
+        metrics = episode_metrics(chosen, failures)
+        if shown := counts.total():
+            metrics["episodes/reused_share"] = counts["reused_tokens"] / shown
+        return SampledConversations(batch, facts, failures, metrics)
 
 
 def episode_starts(
