@@ -258,7 +258,7 @@ def scripted(*texts: str) -> Callable[..., Rollout]:
     """A generator that says these texts, one after the other."""
     left = list(texts)
 
-    def generate(contexts, counts, sampling, *, keys):
+    def generate(engine, contexts, counts, sampling, *, keys):
         ids = torch.tensor([TOKENIZER(left.pop(0) + "<|end|>")["input_ids"]])
         zeros = torch.zeros(ids.shape)
         return Rollout(
@@ -373,10 +373,10 @@ def exits(model, row):
     raise SystemExit(0)
 
 
-def slowly(engine: Engine, seconds: float = 0.5) -> Callable[..., Rollout]:
+def slowly(seconds: float = 0.5) -> Callable[..., Rollout]:
     """The generator, after a pause."""
 
-    def generate(*arguments, **options):
+    def generate(engine, *arguments, **options):
         time.sleep(seconds)
         return engine.generate(*arguments, **options)
 
@@ -410,7 +410,7 @@ def test_a_function_waits_for_its_answers(engine):
 
     def generate(*arguments, **options):
         returning.wait(60)
-        return slowly(engine)(*arguments, **options)
+        return slowly()(*arguments, **options)
 
     episode = hold_one(engine, impatient, generate=generate, retries=0)
     assert "before a request to the model was answered" in (episode.failure or "")
@@ -466,7 +466,7 @@ def test_a_function_that_hangs_is_abandoned(engine, kind, when):
 
 def test_waiting_for_the_model_takes_none_of_the_functions_time(engine):
     limits = Limits(turn_seconds=1.0)
-    episode = hold_one(engine, direct, generate=slowly(engine, 1.5), environment=limits)
+    episode = hold_one(engine, direct, generate=slowly(1.5), environment=limits)
     assert (episode.failure, len(episode.turns)) == (None, 3)
 
 
@@ -589,7 +589,7 @@ def test_requests_of_a_conversation_follow_one_another(engine):
     async def agent(model, row):
         await asyncio.gather(model.chat([QUESTION]), model.chat([reply(0)]))
 
-    assert "has not been answered yet" in (hold_one(engine, agent, generate=slowly(engine)).failure or "")
+    assert "has not been answered yet" in (hold_one(engine, agent, generate=slowly()).failure or "")
 
 
 def test_tools_need_a_chat_template(engine):
@@ -623,7 +623,7 @@ def test_a_client_that_leaves_may_ask_again(engine):
 
     wanted = tokens(hold(engine, direct))
     for pause in (0.2, 1.0):  # before and after the model answers
-        groups = hold(engine, leaves, [start(pause=pause)], generate=slowly(engine))
+        groups = hold(engine, leaves, [start(pause=pause)], generate=slowly())
         assert groups[0][0].failure is None
         assert tokens(groups) == wanted
 

@@ -243,7 +243,7 @@ def test_greedy_turns_of_conversations_are_those_of_model_generate(make):
     start = EpisodeStart({}, tokenizer("What is it?")["input_ids"], [{"role": "user", "content": "What is it?"}], 0, 0)
     reused: list[int] = []
 
-    def generate(*args, **settings):
+    def generate(generator, *args, **settings):
         rollout = generator.generate(*args, **settings)
         reused.append(rollout.stats.get("reused_tokens", 0))
         return rollout
