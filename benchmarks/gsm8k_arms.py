@@ -73,7 +73,8 @@ def run_arms(arms: Mapping[str, Arm], names: Sequence[str], args: argparse.Names
 
 def _run(name: str, arm: Arm, args: argparse.Namespace) -> None:
     file = args.results / f"{name}.json"
-    work = {"model": Path(args.model).name, "limit": args.limit, "settings": sorted(args.set), "tokens": arm.tokens}
+    own = {"recipe": Path(arm.recipe).name, "settings": dict(arm.settings), "tokens": arm.tokens}
+    work = {"model": Path(args.model).name, "limit": args.limit, "settings": sorted(args.set), "arm": own}
     if file.exists():
         other = {key: value for key, value in _read(file)["work"].items() if work[key] != value}
         if other:
@@ -133,7 +134,7 @@ def _figures(run: Path) -> dict[str, Any]:
     names = {name for row in rows for name, value in row.items() if isinstance(value, (int, float))}
     return {
         **_graded(list(read_rows(evaluations[max(evaluations)])), "grade/"),
-        "sampled": max(metric_column(rows, "num_tokens")[1]),
+        "sampled": max(metric_column(rows, "num_tokens")[1], default=0),
         "steps": len(metric_column(rows, "step_time")[1]),
         "seconds": sum(metric_column(rows, "step_time")[1]),
         "metrics": {name: [float(value) for value in metric_column(rows, name)[1]] for name in sorted(names)},
@@ -151,9 +152,9 @@ def table(arms: Mapping[str, Arm], results: Path, against: Sequence[str], column
     found = {name: _read(results / f"{name}.json") for name in arms if (results / f"{name}.json").exists()}
     if not found:
         return f"{results} has no results yet"
-    works = [{key: value for key, value in result["work"].items() if key != "tokens"} for result in found.values()]
+    works = [{key: value for key, value in result["work"].items() if key != "arm"} for result in found.values()]
     sizes = {len(result["right"]) for result in found.values()}
-    budgets = {result["work"]["tokens"] for result in found.values()} - {None}
+    budgets = {result["work"]["arm"]["tokens"] for result in found.values()} - {None}
     if len(sizes) > 1 or len(budgets) > 1 or any(work != works[0] for work in works):
         raise SystemExit(f"the results in {results} are of different work, and cannot be compared; run them alike")
     rows = []

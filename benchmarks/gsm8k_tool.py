@@ -1,9 +1,10 @@
 """GSM8K with a calculator, beside the same without one: held-out accuracy before and after training, on a GPU.
 
-Arms: "plain-before" and "plain", the recipe gsm8k; "tool-before" and "tool", gsm8k-tool.toml, in which the model may
-call the tool arithmetic. Both are trained for as many steps, from as many questions and completions. "python" has
-the tool python instead. The table also has the mean number of calls in a conversation, and the tokens that a forward
-pass computed as a share of a padded batch, each at the first and the last step.
+Arms: "plain-before" and "plain", the recipe gsm8k; "tool-before", "tool-shown" and "tool", gsm8k-tool.toml, in which
+the model may call the tool arithmetic. "tool-shown" is the model after the supervised steps that show it calls, "tool"
+after GRPO, too; "plain" and "tool" have as many steps of that, from as many questions and completions. The table also
+has the mean number of calls in a conversation, and the tokens that a forward pass computed as a share of a padded
+batch, each at the first and the last step.
 
 Estimated on an H200: 2 minutes for an arm without training, 4 for "plain", 8 for "tool"; --only runs them one by one.
 
@@ -23,8 +24,7 @@ from gsm8k_arms import Arm, add_arguments, add_run_arguments, run_arms, table
 
 TOOL = str(Path(__file__).with_name("gsm8k-tool.toml"))
 TRAINED = {"evaluate.before_training": "false", "evaluate.every": 0, "run.save_tokens_every": 0}
-PYTHON = {"environment.tools": '["python"]'}
-DEFAULT = ("plain-before", "plain", "tool-before", "tool")
+DEFAULT = ("plain-before", "plain", "tool-before", "tool-shown", "tool")
 COLUMNS = {
     "calls": "episodes/tool_calls",
     "failed calls": "episodes/failed_tool_calls",
@@ -39,9 +39,8 @@ def arms(steps: int) -> dict[str, Arm]:
         "plain-before": Arm("no tool, before", trained=False),
         "plain": Arm("no tool", trained),
         "tool-before": Arm("calculator, before", recipe=TOOL, trained=False),
+        "tool-shown": Arm("calculator, shown calls", {**TRAINED, "train.steps": 0}, TOOL),
         "tool": Arm("calculator", trained, TOOL),
-        "python-before": Arm("Python, before", PYTHON, TOOL, trained=False),
-        "python": Arm("Python", {**trained, **PYTHON}, TOOL),
     }
 
 
@@ -52,9 +51,8 @@ def main() -> None:
     add_run_arguments(parser)
     args = parser.parse_args()
     if not args.table:
-        args.set = [f"train.steps={args.steps}", *args.set]  # so that results of other steps are not taken for these
         run_arms(arms(args.steps), args.only or DEFAULT, args)
-    print(table(arms(args.steps), args.results, ["plain-before", "plain", "tool-before"], COLUMNS))
+    print(table(arms(args.steps), args.results, ["plain-before", "plain", "tool-shown"], COLUMNS))
 
 
 if __name__ == "__main__":

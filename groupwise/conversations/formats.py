@@ -27,6 +27,9 @@ class TurnFormat(Protocol):
     def given_after(self, replies: Sequence[Message], turn: Sequence[int]) -> list[int]:
         """The tokens between a sampled turn and the next one."""
 
+    def turn(self, message: Message, before: Sequence[Message]) -> list[int]:
+        """The tokens of an assistant's message after these messages, as if they had been sampled."""
+
     def parse(self, turn: Sequence[int], before: Sequence[int], calls: int) -> AssistantTurn:
         """What the model said in these tokens, after the prompt or given tokens ``before``.
 
@@ -50,12 +53,19 @@ class ChatFormat:
         self.stop_ids: tuple[int, ...] | None = template.stop_ids
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        return self.template.prompt(messages)
+        return self.template.prompt(self._shown(messages))
 
     def given_after(self, replies: Sequence[Message], turn: Sequence[int]) -> list[int]:
-        if not self.template.has_tool_role:
-            replies = [{**message, "role": "user"} if message["role"] == "tool" else message for message in replies]
-        return self.template.given_after(replies, self.template.ended(turn))
+        return self.template.given_after(self._shown(replies), self.template.ended(turn))
+
+    def turn(self, message: Message, before: Sequence[Message]) -> list[int]:
+        return self.template.turn_ids(message, self._shown(before))
+
+    def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with roles that the template has."""
+        if self.template.has_tool_role:
+            return list(messages)
+        return [{**message, "role": "user"} if message["role"] == "tool" else message for message in messages]
 
     def parse(self, turn: Sequence[int], before: Sequence[int], calls: int) -> AssistantTurn:
         text, opens_thinking = self.template.turn_text(turn), self.template.opens_thinking_after(before)
@@ -91,6 +101,10 @@ class PlainFormat:
     def given_after(self, replies: Sequence[Message], turn: Sequence[int]) -> list[int]:
         options = {"add_special_tokens": False, "split_special_tokens": True}
         ids: list[int] = self.tokenizer(_text(replies), **options)["input_ids"]
+        return ids
+
+    def turn(self, message: Message, before: Sequence[Message]) -> list[int]:
+        ids: list[int] = self.tokenizer(_text([message]), add_special_tokens=False)["input_ids"]
         return ids
 
     def parse(self, turn: Sequence[int], before: Sequence[int], calls: int) -> AssistantTurn:

@@ -119,6 +119,15 @@ class TurnTemplate:
             return self._special.encode(text)[1:]
         return self._special.encode(self._frame.end.removesuffix(self._frame.end_token) + text)
 
+    def turn_ids(self, message: Message, before: Sequence[Message]) -> list[int]:
+        """The ids of an assistant's message after the messages ``before``, as if it had been sampled, with its end."""
+        given, complete = self.prompt(before), self.conversation_ids([*before, message])
+        ends = (place for place in range(len(given), len(complete)) if complete[place] in self.end_of_turn)
+        end = next(ends, None)
+        if end is None or complete[: len(given)] != given:
+            raise InputError("the chat template does not write this turn of the assistant after what came before it")
+        return complete[len(given) : end + 1]
+
     def ended(self, ids: Sequence[int]) -> bool:
         """Whether a sample ended its turn."""
         return bool(ids) and ids[-1] in self.end_of_turn

@@ -29,9 +29,10 @@ class Task:
 
     ``held_out`` are rows, or several sets of rows by name, whose metrics are ``eval/NAME/…``.
     ``grades`` are for evaluation only; the one named ``metric`` selects the best checkpoint. Without grades, held-out
-    rows are evaluated by the mean reward. ``examples`` are (prompt, completion) pairs for SFT. ``notes`` are shown when
-    a run starts. ``environment`` makes the environment that answers the model's turns; without one a completion is a
-    single turn. ``health_checks`` adds to those of `training.monitor.checks`: each gets the recent steps and
+    rows are evaluated by the mean reward. ``examples`` are (prompt, completion) pairs for SFT. A completion is a text
+    or, with an environment, the messages of a conversation, of which the assistant's are learned. ``notes`` are shown
+    when a run starts. ``environment`` makes the environment that answers the model's turns; without one a completion
+    is a single turn. ``health_checks`` adds to those of `training.monitor.checks`: each gets the recent steps and
     returns a warning or None.
     """
 
@@ -41,7 +42,7 @@ class Task:
     rewards: tuple[RewardFunction, ...] = ()
     grades: Mapping[str, Grade] = field(default_factory=dict)
     metric: str | None = None
-    examples: Sequence[tuple[Any, str]] = ()
+    examples: Sequence[tuple[Any, str | list[dict[str, Any]]]] = ()
     environment: EnvironmentFactory | None = None
     stop: tuple[str, ...] = ()
     system_prompt: str | None = None

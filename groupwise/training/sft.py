@@ -6,17 +6,20 @@ With train.steps = 0 it is the complete run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from groupwise.conversations.examples import example_tokens
 from groupwise.core.aggregation import aggregation_weights
+from groupwise.core.sequences import TokenSequence
 from groupwise.data import Order
 from groupwise.distributed.ranks import Ranks
 from groupwise.distributed.split import split_by_cost
-from groupwise.errors import ConfigError, NotFiniteError
+from groupwise.errors import ConfigError, InputError, NotFiniteError
 from groupwise.model.logprobs import TokenLogps, iter_packs
+from groupwise.model.packing import Completion
 from groupwise.model.precision import MasterWeights
 from groupwise.seeds import derive_seed
 from groupwise.training.components import RunComponents
@@ -30,10 +33,8 @@ class SupervisedFineTuning:
         self.components, self.settings = components, components.recipe.sft
         column = components.recipe.data.prompt
         prompts = components.builder.build([{column: prompt} for prompt, _ in components.task.examples], column)
-        texts = [components.task.examples[number][1] for number in components.builder.kept]
-        end = components.tokenizer.eos_token_id
         self.prompts = [prompt.ids for prompt in prompts]
-        self.completions = [[*ids, end] for ids in components.tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        self.completions = self._encode(components.builder.kept)
         self.steps = self.settings.steps
         if self.settings.epochs is not None:
             self.steps = math.ceil(len(self.prompts) * self.settings.epochs / self.settings.batch_size)
@@ -44,6 +45,28 @@ class SupervisedFineTuning:
                 f"the longest example of SFT has {longest} tokens, more than the model's window of {window}; lower "
                 "data.max_prompt_length, or shorten the completions of the task's examples"
             )
+
+    def _encode(self, numbers: Sequence[int]) -> list[Completion]:
+        """The tokens of the completions of these examples: texts, each with its end, and conversations."""
+        components = self.components
+        examples = [components.task.examples[number] for number in numbers]
+        texts = [completion if isinstance(completion, str) else "" for _, completion in examples]
+        completions: list[Completion] = [
+            [*ids, components.tokenizer.eos_token_id]
+            for ids in components.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        ]
+        for place, (prompt, completion) in enumerate(examples):
+            if isinstance(completion, str):
+                continue
+            name = f"example {numbers[place] + 1} of the task {components.task.name!r}"
+            if components.episodes is None:
+                raise ConfigError(f"{name} is a conversation; set environment.tools, or sft.steps = 0")
+            try:
+                messages = components.builder.messages(prompt)
+                completions[place] = example_tokens(components.episodes.format, messages, completion)
+            except InputError as error:
+                raise ConfigError(f"{name} cannot be learned: {error}") from error
+        return completions
 
     def run(
         self,
@@ -104,7 +127,7 @@ class SupervisedFineTuning:
     def _backward(self, examples: list[int], token_budget: int, ranks: Ranks) -> float:
         """Accumulate the gradients of a rank's share of these examples' mean loss per token; the loss of all."""
         lengths = [len(self.prompts[i]) + len(self.completions[i]) for i in examples]
-        total = sum(len(self.completions[i]) for i in examples)
+        total = sum(sampled_tokens(self.completions[i]) for i in examples)
         own = [examples[place] for place in split_by_cost(lengths, ranks.size)[ranks.rank]]
         prompts, completions = [self.prompts[i] for i in own], [[self.completions[i]] for i in own]
         value = 0.0
@@ -117,8 +140,13 @@ class SupervisedFineTuning:
         return float(sum(ranks.gather(value)))
 
     def _packs(
-        self, prompts: list[tuple[int, ...]], completions: list[list[list[int]]], token_budget: int
+        self, prompts: list[tuple[int, ...]], completions: list[list[Completion]], token_budget: int
     ) -> Iterator[tuple[Tensor, TokenLogps]]:
         handle = self.components.handle
         if prompts or handle.sharded is not None:  # a rank may have no example
             yield from iter_packs(handle, prompts, completions, token_budget=token_budget)
+
+
+def sampled_tokens(completion: Completion) -> int:
+    """The number of tokens that are learned."""
+    return len(completion.completion) if isinstance(completion, TokenSequence) else len(completion)

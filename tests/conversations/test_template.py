@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from groupwise.conversations import Conversation, TurnTemplate, family_of
+from groupwise.conversations.examples import example_tokens
+from groupwise.conversations.formats import ChatFormat
 from groupwise.errors import ConfigError, GroupwiseError, InputError
 from groupwise.model.tiny import tiny_tokenizer
 from tests.conversations.families import BY_NAME, FAMILIES, SEARCH, ModelFamily
@@ -120,6 +122,9 @@ def test_the_pieces_are_the_complete_conversation(family: ModelFamily, tools: bo
         any(start <= place < end for start, end in spans) for place in range(spans[0][0], spans[-1][1])
     ]
     assert template.conversation_ids(messages) == ids
+    example = example_tokens(ChatFormat(template), messages[: turns[0]], messages[turns[0] : turns[-1] + 1])
+    assert example.ids.tolist() == conversation.completion_ids
+    assert example.sampled.tolist() == conversation.completion_mask
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)

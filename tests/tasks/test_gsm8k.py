@@ -13,7 +13,7 @@ from groupwise.errors import DataError, MissingExtraError
 from groupwise.rewards import Scorer
 from groupwise.tasks import load_task
 from groupwise.tasks import rows as rows_module
-from groupwise.tasks.gsm8k import FORMAT_WEIGHT, INSTRUCTION, grade, gsm8k_task, make_row
+from groupwise.tasks.gsm8k import FORMAT_WEIGHT, INSTRUCTION, calculator_conversation, grade, gsm8k_task, make_row
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 real = pytest.mark.skipif(not (DATA / "gsm8k_test.jsonl").exists(), reason="the files of GSM8K are not available")
@@ -69,6 +69,59 @@ def test_the_lenient_accuracy_is_never_smaller_than_the_strict_one():
     for answer, strict, _ in ANSWERS:
         if strict:
             assert grade(ROW, answer, strict=False)
+
+
+def says(text, *expressions):
+    calls = [
+        {"type": "function", "function": {"name": "arithmetic", "arguments": {"expression": expression}}}
+        for expression in expressions
+    ]
+    return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
+
+
+def told(text):
+    return {"role": "tool", "content": text, "name": "arithmetic"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "conversation"),
+    [
+        (
+            ROW["answer"],
+            [
+                says("", "2/2"),
+                told("1"),
+                says("It takes 2/2=1 bolt.", "2+1"),
+                told("3"),
+                says("So the total is 2+1=3 bolts.\n#### 3"),
+            ],
+        ),
+        (
+            "First.\nIt is 2*3=<<2*3=6>>6 and 6*.5=<<6*.5=3>>3.\n#### 3",
+            [says("First.", "2*3"), told("6"), says("", "6*.5"), told("3"), says("It is 2*3=6 and 6*.5=3.\n#### 3")],
+        ),
+        ("Nothing to do.\n#### 3", [says("Nothing to do.\n#### 3")]),
+        ("2+2=<<2+2=5>>5\n#### 5", [says("2+2=<<2+2=5>>5\n#### 5")]),  # wrong
+        ("<<two*3=6>>6\n#### 6", [says("<<two*3=6>>6\n#### 6")]),  # no expression
+    ],
+)
+def test_an_answer_as_a_conversation_with_the_calculator(answer, conversation):
+    assert calculator_conversation(answer) == conversation
+
+
+def test_examples_with_the_calculator(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, "answer": "#### 3"}) + "\n")
+    data = {"task": "gsm8k", "data": {"train": str(tmp_path / "a.jsonl")}}
+    assert gsm8k_task(make_recipe(data)).examples == ()
+    task = gsm8k_task(make_recipe({**data, "environment": {"tools": ["arithmetic"]}}))
+    assert task.examples == [(task.train[0]["prompt"], calculator_conversation(ROW["answer"]))]
+
+
+@real
+def test_nearly_all_answers_are_conversations_with_the_calculator():
+    rows = read_rows(DATA / "gsm8k_train.jsonl")
+    lengths = [len(calculator_conversation(row["answer"])) for row in rows]
+    assert sum(length > 1 for length in lengths) > 0.95 * len(rows)
 
 
 def test_the_rewards(tmp_path):

@@ -23,7 +23,6 @@ from tests.training.runs import TOOL_TEMPLATE, RecordingDisplay, metrics_of
 RECIPE = Path(__file__).parents[2] / "benchmarks" / "gsm8k-tool.toml"
 ROWS = recipes_folder() / "data" / "word_problems.jsonl"
 FUNCTION = {"name": "arithmetic", "arguments": {"expression": "6 * 7"}}
-CALL = f"<tool_call>\n{json.dumps(FUNCTION)}\n</tool_call>"
 
 
 def test_the_calculator_agrees_with_every_step_of_the_packaged_problems():
@@ -61,22 +60,16 @@ def test_a_tiny_model_calls_the_calculator_and_answers(tmp_path):
         },
     )
     task = load_task(recipe)
-    examples = []
-    for row in task.train:
-        asked = [{"role": "user", "content": row["prompt"]}]
-        told = [{"role": "assistant", "content": CALL}, {"role": "tool", "content": "42"}]
-        examples += [(asked, CALL), ([*asked, *told], "#### 42")]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": FUNCTION}]}
+    told, said = {"role": "tool", "content": "42", "name": "arithmetic"}, {"role": "assistant", "content": "#### 42"}
+    examples = [(row["prompt"], [call, told, said]) for row in task.train]
     task = replace(task, examples=examples)
     with Trainer(recipe, folder=tmp_path / "run", display=RecordingDisplay(), task=task) as trainer:
         trainer.run()
         held_out = evaluate_rows(trainer.components, trainer.generator)
     rows = metrics_of(tmp_path / "run")
     assert [row["environment/tool_errors"] for row in rows if "environment/tool_errors" in row] == [0, 0]
-    expected = [
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": FUNCTION}]},
-        {"role": "tool", "content": "42", "name": "arithmetic", "tool_call_id": "call00000"},
-        {"role": "assistant", "content": "#### 42"},
-    ]
+    expected = [call, {**told, "tool_call_id": "call00000"}, said]
     table = read_rollouts(tmp_path / "run")
     conversations = [json.loads(text) for text in table.column("conversation").to_pylist()]
     assert conversations.count(expected) > len(conversations) / 2

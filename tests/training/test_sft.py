@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import signal
+from itertools import chain
 
 import pytest
 import torch
 
+from groupwise.environments import Environment, Reply
 from groupwise.errors import ConfigError, NotFiniteError
 from groupwise.rundir import read_json
 from groupwise.tasks import Task
@@ -175,3 +177,56 @@ def test_a_warm_up_before_grpo_is_evaluated_after_it(tmp_path):
 def test_what_a_supervised_run_comes_to():
     recipe = small_recipe({"train": {"steps": 0}, "task": "quiz", "sft": {"steps": 7}})
     assert list(describe_run(recipe, timed=False))[-1] == "steps: 7, all of them SFT (train.steps is 0)"
+
+
+class Echo(Environment):
+    """Repeats what the model said, once."""
+
+    async def start(self, row, seed):
+        self.turns = 0
+
+    async def respond(self, turn):
+        self.turns += 1
+        return Reply([{"role": "user", "content": turn.text}], done=self.turns == 2)
+
+    async def reward(self):
+        return 1.0
+
+
+def conversation(*texts):
+    """Messages of the assistant and the user, in turn."""
+    return [{"role": ("assistant", "user")[number % 2], "content": text} for number, text in enumerate(texts)]
+
+
+def test_of_conversations_the_turns_are_learned(tmp_path):
+    """The first loss is the mean over the assistant's tokens, computed one conversation at a time."""
+    examples = [("Say: ", conversation("one", "[two]", "three")), ("Say no: ", conversation("no"))]
+    task = Task("talk", ROWS, examples=examples)
+    changes = {"train": {"steps": 0}, "sft": {"epochs": 1, "batch_size": 2}}
+    with small_trainer(tmp_path / "run", changes, task=task, rewards=[], environment=Echo) as trainer:
+        tokenizer, model, logps = trainer.components.tokenizer, trainer.components.model, []
+        for prompt, messages in examples:
+            texts = [prompt, *(message["content"] for message in messages)]
+            parts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+            ids = torch.tensor([list(chain.from_iterable(parts))])
+            learned = torch.tensor([number % 2 == 1 for number, part in enumerate(parts) for _ in part])
+            with torch.no_grad():
+                rows = model(ids).logits[0].log_softmax(-1)
+            logps += [rows[place - 1, ids[0, place]] for place in learned.nonzero().flatten().tolist()]
+        trainer.run()
+    (loss,) = [row["loss"] for row in metrics_of(tmp_path / "run") if "loss" in row]
+    assert loss == pytest.approx(-torch.stack(logps).mean().item(), abs=1e-5)
+    assert len(logps) == len("one" + "three" + "no")
+
+
+def test_conversations_as_examples_need_an_environment(tmp_path):
+    task = Task("talk", ROWS, ROWS[:2], examples=[("Say: ", conversation("one", "[two]", "three"))])
+    with pytest.raises(ConfigError, match="example 1 of the task 'talk' is a conversation; set environment"):
+        small_trainer(tmp_path / "run", SUPERVISED, task=task).run()
+
+
+def test_a_conversation_that_cannot_be_learned_is_named(tmp_path):
+    task = Task("talk", ROWS, examples=[("Say: ", conversation("one", "[two]"))])
+    changes = {"train": {"steps": 0}, "sft": {"steps": 1}}
+    with pytest.raises(ConfigError, match=r"example 1 of the task 'talk' cannot be learned: .* begins and ends with"):
+        small_trainer(tmp_path / "run", changes, task=task, rewards=[], environment=Echo).run()
