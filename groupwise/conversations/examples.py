@@ -8,7 +8,7 @@ from itertools import groupby
 from groupwise.conversations.formats import TurnFormat
 from groupwise.conversations.tool_calls import call_id
 from groupwise.core.sequences import TokenSequence, join_segments
-from groupwise.environments import Message
+from groupwise.environments import AssistantTurn, Message
 from groupwise.errors import InputError
 
 
@@ -32,10 +32,23 @@ def example_tokens(
     before, ids = list(prompt), list[int]()
     segments: list[tuple[list[int], bool]] = []
     for is_turn, messages in parts:
+        given = ids if segments else turn_format.prompt(prompt)
         ids = turn_format.turn(messages[0], before) if is_turn else turn_format.given_after(messages, ids)
+        if is_turn:
+            _check_calls(messages[0], turn_format.parse(ids, given, 0))
         segments.append((ids, is_turn))
         before += messages
     return join_segments(segments)
+
+
+def _check_calls(message: Message, said: AssistantTurn) -> None:
+    """Raise an error unless the tokens of a message are read as the calls that it has."""
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
+    if [(call.name, call.arguments) for call in said.calls] != calls:
+        raise InputError(
+            f"the chat template does not write the calls of a message as environment.call_format reads them: {calls} "
+            f"became {[(call.name, call.arguments) for call in said.calls]}"
+        )
 
 
 def _with_call_ids(conversation: Sequence[Message]) -> list[Message]:

@@ -6,6 +6,7 @@ from itertools import groupby
 
 import pytest
 
+from groupwise.conversations import TurnTemplate
 from groupwise.conversations.examples import example_tokens
 from groupwise.conversations.formats import ChatFormat, PlainFormat
 from groupwise.errors import InputError
@@ -65,3 +66,11 @@ def test_a_turn_that_the_prompt_begins_needs_its_beginning():
     form = ChatFormat(template_of(BY_NAME["deepseek_r1"]))
     with pytest.raises(InputError, match="does not write this turn"):
         example_tokens(form, ASKED, [SAID])
+
+
+def test_calls_that_the_template_does_not_write_are_not_lost():
+    """This template shows tools, and writes nothing of a call."""
+    form = ChatFormat(TurnTemplate(BY_NAME["qwen2_5"].tokenizer()))
+    form.template.chat_template = form.template.chat_template.replace("message.tool_calls", "message.no_calls")
+    with pytest.raises(InputError, match="does not write the calls"):
+        example_tokens(form, ASKED, [CALLING, TOLD, SAID])

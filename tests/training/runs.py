@@ -36,7 +36,11 @@ TOOL_TEMPLATE = (
     "{%- if tools -%}{{- '<|start|>system\\n' -}}{%- for tool in tools -%}{{- tool | tojson -}}{%- endfor -%}"
     "{{- '<|end|>' -}}{%- endif -%}"
     "{%- for message in messages -%}"
-    "{{- '<|start|>' + message['role'] + '\\n' + message['content'] + '<|end|>' -}}"
+    "{{- '<|start|>' + message['role'] + '\\n' + message['content'] -}}"
+    "{%- for call in message.tool_calls or [] -%}"
+    "{{- '<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' -}}"
+    "{%- endfor -%}"
+    "{{- '<|end|>' -}}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|start|>assistant\\n' -}}{%- endif -%}"
 )
