@@ -146,7 +146,8 @@ def check_metrics(one: Path, other: Path) -> None:
         assert row.keys() == other_row.keys()
         # Where the policy is the reference, rounding decides which answer is preferred.
         rounding = ("preference/accuracy", "rewards/accuracies") if abs(row.get("preference/margin", 1)) < 1e-10 else ()
-        for name in row.keys() - {*rounding}:
+        # What a process keeps between turns are its own conversations.
+        for name in row.keys() - {*rounding, "episodes/reused_share"}:
             limit = 0.05 if name == "weights_changed" else 1e-10  # it is of a sample of rank 0's weights
             assert row[name] == pytest.approx(other_row[name], rel=limit, abs=limit, nan_ok=True), name
 

@@ -257,7 +257,7 @@ _CONVERSATIONS = {
     "episodes/turns": "mean number of the model's turns in a conversation",
     "episodes/given_share": "share of the tokens after the prompt that were given, not sampled: they are context only",
     "episodes/computed_share": "tokens of a forward pass, each shared beginning once, as a share of a padded batch",
-    "episodes/reused_share": "share of the tokens before each turn that were not computed again (generator `engine`)",
+    "episodes/reused_share": "share of the tokens before turns not computed again (generator `engine`; first process)",
     "episodes/tool_calls": "mean number of tool calls in a conversation",
     "episodes/failed_tool_calls": "of these, calls that were answered by an error",
     "episodes/unreadable_calls": "mean number of calls that could not be parsed, in a conversation",
