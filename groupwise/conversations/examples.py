@@ -29,15 +29,16 @@ def example_tokens(
             "a conversation as an example begins and ends with a message of the assistant, and has messages of tools "
             "or the user between two of them"
         )
-    before, ids = list(prompt), list[int]()
-    segments: list[tuple[list[int], bool]] = []
+    before, last = list(prompt), turn_format.prompt(prompt)
+    context, segments = list(last), list[tuple[list[int], bool]]()
     for is_turn, messages in parts:
-        given = ids if segments else turn_format.prompt(prompt)
-        ids = turn_format.turn(messages[0], before) if is_turn else turn_format.given_after(messages, ids)
         if is_turn:
-            _check_calls(messages[0], turn_format.parse(ids, given, 0))
+            ids = turn_format.turn(messages[0], before, context)
+            _check_calls(messages[0], turn_format.parse(ids, last, 0))
+        else:
+            ids = turn_format.given_after(messages, last)
         segments.append((ids, is_turn))
-        before += messages
+        before, context, last = [*before, *messages], [*context, *ids], ids
     return join_segments(segments)
 
 

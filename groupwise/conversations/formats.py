@@ -27,8 +27,8 @@ class TurnFormat(Protocol):
     def given_after(self, replies: Sequence[Message], turn: Sequence[int]) -> list[int]:
         """The tokens between a sampled turn and the next one."""
 
-    def turn(self, message: Message, before: Sequence[Message]) -> list[int]:
-        """The tokens of an assistant's message after these messages, as if they had been sampled."""
+    def turn(self, message: Message, before: Sequence[Message], context: Sequence[int]) -> list[int]:
+        """The tokens of an assistant's message after these messages and their tokens, as if they had been sampled."""
 
     def parse(self, turn: Sequence[int], before: Sequence[int], calls: int) -> AssistantTurn:
         """What the model said in these tokens, after the prompt or given tokens ``before``.
@@ -58,8 +58,8 @@ class ChatFormat:
     def given_after(self, replies: Sequence[Message], turn: Sequence[int]) -> list[int]:
         return self.template.given_after(self._shown(replies), self.template.ended(turn))
 
-    def turn(self, message: Message, before: Sequence[Message]) -> list[int]:
-        return self.template.turn_ids(message, self._shown(before))
+    def turn(self, message: Message, before: Sequence[Message], context: Sequence[int]) -> list[int]:
+        return self.template.turn_ids(message, self._shown(before), context)
 
     def _shown(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with roles that the template has."""
@@ -103,7 +103,7 @@ class PlainFormat:
         ids: list[int] = self.tokenizer(_text(replies), **options)["input_ids"]
         return ids
 
-    def turn(self, message: Message, before: Sequence[Message]) -> list[int]:
+    def turn(self, message: Message, before: Sequence[Message], context: Sequence[int]) -> list[int]:
         ids: list[int] = self.tokenizer(_text([message]), add_special_tokens=False)["input_ids"]
         return ids
 

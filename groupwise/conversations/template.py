@@ -119,14 +119,16 @@ class TurnTemplate:
             return self._special.encode(text)[1:]
         return self._special.encode(self._frame.end.removesuffix(self._frame.end_token) + text)
 
-    def turn_ids(self, message: Message, before: Sequence[Message]) -> list[int]:
-        """The ids of an assistant's message after the messages ``before``, as if it had been sampled, with its end."""
-        given, complete = self.prompt(before), self.conversation_ids([*before, message])
-        ends = (place for place in range(len(given), len(complete)) if complete[place] in self.end_of_turn)
-        end = next(ends, None)
-        if end is None or complete[: len(given)] != given:
+    def turn_ids(self, message: Message, before: Sequence[Message], context: Sequence[int]) -> list[int]:
+        """The ids of an assistant's message, as if it had been sampled, with its end.
+
+        It follows the messages ``before``, whose ids, up to where the model speaks, are ``context``.
+        """
+        complete, start = self.conversation_ids([*before, message]), len(context)
+        end = next((place for place in range(start, len(complete)) if complete[place] in self.end_of_turn), None)
+        if end is None or complete[:start] != list(context):
             raise InputError("the chat template does not write this turn of the assistant after what came before it")
-        return complete[len(given) : end + 1]
+        return complete[start : end + 1]
 
     def ended(self, ids: Sequence[int]) -> bool:
         """Whether a sample ended its turn."""

@@ -159,7 +159,7 @@ class Limits:
             value = getattr(self, entry.name)
             if entry.type == "int":
                 check_integer(entry.name, value, 100 if entry.name == "max_reply_chars" else 1)
-            elif entry.name == "max_tool_turns":
+            elif entry.type == "int | None":
                 if value is not None:
                     check_integer(entry.name, value, 0)
             elif not _is_seconds(value):

@@ -187,6 +187,12 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def context_length_of(model: Any) -> int | None:
+    """How many tokens a model can read at once; None if its config does not say that."""
+    length: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return length
+
+
 def prepare(
     model: Any,
     *,
@@ -212,7 +218,7 @@ def prepare(
     if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
         inner.set_attn_implementation("eager")  # scaled_dot_product_attention silently ignores it
     before = config._attn_implementation
-    handle = ModelHandle(inner, inner.base_model, config.vocab_size, getattr(config, "max_position_embeddings", None))
+    handle = ModelHandle(inner, inner.base_model, config.vocab_size, context_length_of(inner))
     if plain:
         return replace(handle, fallback_reason="the plain path was requested")
     with eval_mode(inner):

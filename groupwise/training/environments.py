@@ -32,6 +32,7 @@ from groupwise.environments import (
     watched,
 )
 from groupwise.errors import ConfigError
+from groupwise.model.handle import context_length_of
 from groupwise.paths import MEGABYTE, read_file, user_path
 from groupwise.redaction import resolve_secrets
 from groupwise.rewards import RewardFunction
@@ -200,9 +201,8 @@ def make_episode_sampler(
     template = recipe.environment.chat_template or getattr(tokenizer, "chat_template", None)
     chat = bool(template) if recipe.data.chat is None else recipe.data.chat
     chat = chat or any(not isinstance(row.get(recipe.data.prompt), str) for row in rows)
-    context_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    settings, limits = recipe.environment, limits_of(recipe)
-    lengths = EpisodeLimits(settings.max_turns, settings.max_tokens, context_length, settings.retries, limits)
+    settings, limits, longest = recipe.environment, limits_of(recipe), context_length_of(model)
+    lengths = EpisodeLimits(settings.max_turns, settings.max_tokens, longest, settings.retries, limits)
     factory = environment.factory
     formats = partial(_turn_format, recipe, tokenizer, chat)
     if environment.is_rollout:

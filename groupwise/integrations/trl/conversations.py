@@ -20,6 +20,7 @@ from groupwise.environments import (
 )
 from groupwise.errors import ArgumentTypeError, ConfigError, UserCodeError
 from groupwise.integrations.trl.rollout_function import BatchRolloutFunction
+from groupwise.model.handle import context_length_of
 from groupwise.tasks.base import TaskRow
 from groupwise.text import excerpt
 from groupwise.training.environments import RunEnvironment, limits_of
@@ -100,9 +101,8 @@ class ConversationArguments:
     def environment(self, recipe: Recipe, model: Any, end_ids: set[int]) -> RunEnvironment | None:
         """What holds the conversations of a run; None if completions are single turns."""
         if self.rollout is not None:
-            context_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-            vocabulary = model.get_input_embeddings().num_embeddings
-            return BatchRolloutFunction(self.rollout, vocabulary, frozenset(end_ids), context_length).environment
+            vocabulary, longest = model.get_input_embeddings().num_embeddings, context_length_of(model)
+            return BatchRolloutFunction(self.rollout, vocabulary, frozenset(end_ids), longest).environment
         if not self.uses_tools:
             return None
         limits = replace(limits_of(recipe), max_tool_turns=recipe.environment.max_turns - 1)
