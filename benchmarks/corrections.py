@@ -27,7 +27,7 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-from trials import folder_of, train
+from trials import QUIET, folder_of, train
 
 from groupwise.rundir import metric_column, read_metrics
 from groupwise.stats import bootstrap_interval, paired_test
@@ -37,19 +37,14 @@ from groupwise.training.store.token_files import EVALUATIONS
 RESULTS = Path(__file__).parent / "results" / "corrections.json"
 STEPS = 40
 PLUGINS = Path(__file__).resolve().parent / "plugins"
-QUIET = {
-    "run.checkpoint_every": 0,
-    "run.resumable": "false",
-    "run.save_tokens_every": 0,
-    "run.tensorboard": "false",
-    "run.plot": "false",
-    "model.device": "cpu",
+SHORT = {
+    **QUIET,
     "train.steps": STEPS,
     "evaluate.every": 10,
     "evaluate.samples": 4,
     "evaluate.temperature": 1.0,  # a greedy answer does not show whether several answers are kept
 }
-UPDATES = {**QUIET, "train.iterations": 2, "train.mini_batches": 4, "sampling.samples_per_prompt": 8, "sft.steps": 40}
+UPDATES = {**SHORT, "train.iterations": 2, "train.mini_batches": 4, "sampling.samples_per_prompt": 8, "sft.steps": 40}
 ROUNDED = {**UPDATES, "sampling.generator": "rounded"}
 LONG = {
     **UPDATES,

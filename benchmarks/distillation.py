@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from distillation_gsm8k import DEFAULT, arms, gsm8k
-from gsm8k_arms import add_arguments, add_run_arguments, given
-from trials import folder_of, train
+from gsm8k_arms import add_arguments
+from trials import QUIET, add_run_arguments, folder_of, given, train
 
 from groupwise.rundir import metric_column, read_metrics
 from groupwise.stats import bootstrap_interval
@@ -42,11 +42,10 @@ GOAL = 0.9
 
 
 def quiz(args: argparse.Namespace, root: Path) -> dict[str, Any]:
-    quiet = {"model.device": "cpu", "run.checkpoint_every": 0, "run.resumable": "false", "run.save_tokens_every": 0}
     teacher = args.teacher
     if teacher is None:
         teacher = root / "teacher" / "model"
-        train("quiz.toml", {**quiet, **given(args.set)}, root / "teacher")
+        train("quiz.toml", {**QUIET, **given(args.set)}, root / "teacher")
     methods: dict[str, tuple[str, dict[str, Any]]] = {
         "full": ("distill-quiz.toml", {"distillation.teacher": teacher}),
         "sampled": ("distill-quiz.toml", {"distillation.teacher": teacher, "distillation.kl": "sampled"}),
@@ -56,7 +55,7 @@ def quiz(args: argparse.Namespace, root: Path) -> dict[str, Any]:
     def run(method: str, seed: int) -> dict[str, Any]:
         recipe, settings = methods[method]
         folder = folder_of(root, method, seed)
-        train(recipe, {**quiet, **settings, "train.seed": seed, **given(args.set)}, folder)
+        train(recipe, {**QUIET, **settings, "train.seed": seed, **given(args.set)}, folder)
         return quiz_row(method, seed, folder)
 
     print(

@@ -1,11 +1,11 @@
 """The text game over several seeds: games won on held-out boards before and after, with intervals.
 
-The arm "outcome" is the recipe game: one advantage for a conversation, from its outcome. "turns" adds an advantage
-for each turn among turns at equal boards (GiGPO, advantages.turn_weight 1), which reach a board with different luck.
+The arm "outcome" is the recipe game: one advantage for a game, from its outcome. "turns" adds for each turn an
+advantage among the turns at the same board (GiGPO, advantages.turn_weight 1).
 
 Usage::
 
-    python benchmarks/game.py --at-once 2                # five seeds: about 45 minutes on two cores
+    python benchmarks/game.py --at-once 2                # five seeds: estimated at 45 minutes on two cores
     python benchmarks/game.py --arms outcome turns       # both arms, and their difference seed by seed
 
 With --keep the finished runs stay in a folder and are not repeated.
@@ -15,25 +15,18 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trials import folder_of, train
+from trials import QUIET, add_run_arguments, folder_of, given, train
 
 from groupwise.rundir import metric_column, read_metrics
 from groupwise.stats import bootstrap_interval, paired_test
 from groupwise.text import markdown_table
 
 ARMS: dict[str, dict[str, Any]] = {"outcome": {}, "turns": {"advantages.turn_weight": 1.0}}
-QUIET = {
-    "model.device": "cpu",
-    "run.checkpoint_every": 0,
-    "run.resumable": "false",
-    "run.save_tokens_every": 0,
-    "run.tensorboard": "false",
-    "run.plot": "false",
-}
 GOAL = 0.8
 
 
@@ -50,14 +43,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=["outcome"])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--at-once", type=int, default=1, help="runs in parallel; each uses one core")
-    parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
+    add_run_arguments(parser)
     args = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.at_once) as pool:
         root = args.keep or Path(temporary)
         wanted = [(arm, seed) for arm in args.arms for seed in range(args.seeds)]
-        results = dict(zip(wanted, pool.map(lambda pair: run(*pair, root), wanted), strict=True))
+        results = dict(zip(wanted, pool.map(lambda pair: run(*pair, root, given(args.set)), wanted), strict=True))
     table = [
         [arm, f"{seed}", f"{result.before:.1%}", f"{result.after:.1%}", reached(result), f"{result.seconds / 60:.1f}"]
         for (arm, seed), result in results.items()
@@ -73,9 +65,9 @@ def main() -> None:
         print(f"{second} − {first}: {100 * test.difference.estimate:+.1f} points, p = {test.p_value:.2f}")
 
 
-def run(arm: str, seed: int, root: Path) -> Result:
+def run(arm: str, seed: int, root: Path, changes: Mapping[str, Any]) -> Result:
     folder = folder_of(root, arm, seed)
-    train("game.toml", {**QUIET, **ARMS[arm], "train.seed": seed}, folder)
+    train("game.toml", {**QUIET, **ARMS[arm], "train.seed": seed, **changes}, folder)
     rows = read_metrics(folder / "metrics.jsonl")
     steps, won = metric_column(rows, "eval/reward")
     first = next((int(step) for step, share in zip(steps, won, strict=True) if share >= GOAL), None)

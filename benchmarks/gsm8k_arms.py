@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from trials import RECIPES, as_options
+from trials import RECIPES, as_options, given
 
 from groupwise.rundir import metric_column, read_metrics
 from groupwise.stats import bootstrap_interval, proportion_interval
@@ -52,13 +52,6 @@ def add_arguments(parser: Any, arms: Sequence[str], default: Sequence[str], fold
     parser.add_argument("--model", default=MODEL, help="a known name, or a folder with a chat template")
     parser.add_argument("--data", type=Path, default=Path("shared/data"), help="folder of GSM8K's two files")
     parser.add_argument("--limit", type=int, help="evaluate on the first N held-out questions (default: all)")
-
-
-def add_run_arguments(parser: Any) -> None:
-    """The options that say how arms, or other runs, are run."""
-    parser.add_argument("--set", nargs="*", default=[], metavar="SETTING=VALUE", help="other settings of all runs")
-    parser.add_argument("--keep", type=Path, help="keep the runs in this folder; finished ones are not repeated")
-    parser.add_argument("--at-once", type=int, default=1, help="runs in parallel")
 
 
 def run_arms(arms: Mapping[str, Arm], names: Sequence[str], args: argparse.Namespace) -> None:
@@ -206,8 +199,3 @@ def _machine() -> str:
 def _read(file: Path) -> dict[str, Any]:
     result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return result
-
-
-def given(words: list[str]) -> Mapping[str, str]:
-    """Settings as SETTING=VALUE."""
-    return dict(word.split("=", 1) for word in words)

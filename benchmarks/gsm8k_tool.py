@@ -20,7 +20,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gsm8k_arms import Arm, add_arguments, add_run_arguments, run_arms, table
+from gsm8k_arms import Arm, add_arguments, run_arms, table
+from trials import add_run_arguments
 
 TOOL = str(Path(__file__).with_name("gsm8k-tool.toml"))
 TRAINED = {"evaluate.before_training": "false", "evaluate.every": 0, "run.save_tokens_every": 0}

@@ -4,13 +4,35 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 SMOOTH = 10  # steps
 RECIPES = Path(__file__).parents[1] / "recipes"
+# On a CPU, with nothing in the folder but what a benchmark reads.
+QUIET = {
+    "model.device": "cpu",
+    "run.checkpoint_every": 0,
+    "run.resumable": "false",
+    "run.save_tokens_every": 0,
+    "run.tensorboard": "false",
+    "run.plot": "false",
+}
+
+
+def add_run_arguments(parser: Any) -> None:
+    """The options that say how several runs are run."""
+    parser.add_argument("--at-once", type=int, default=1, help="runs in parallel; on a CPU each uses one core")
+    parser.add_argument("--keep", type=Path, help="keep the runs in this folder; finished ones are not repeated")
+    parser.add_argument("--set", nargs="*", default=[], metavar="SETTING=VALUE", help="other settings of all runs")
+
+
+def given(words: Sequence[str]) -> dict[str, str]:
+    """Settings as SETTING=VALUE."""
+    return dict(word.split("=", 1) for word in words)
 
 
 def folder_of(root: Path, *names: object) -> Path:
