@@ -31,6 +31,7 @@ from groupwise.generate.runner import Runner, SavedSample, StepBatch
 from groupwise.generate.sampling import OccurredTokens
 from groupwise.generate.scheduler import PageEstimate, Scheduler
 from groupwise.generate.types import Generator, Progress, Rollout, Sampling, Stop
+from groupwise.model.attention import to_device
 from groupwise.model.cache import SharedCache
 from groupwise.model.handle import ModelHandle, eval_mode, prepare
 from groupwise.model.joint_products import JointProducts
@@ -211,7 +212,7 @@ class Engine(LocalGenerator):
                 admitted = active.admit(new_samples)
                 beginning, row_of = np.unique(request.prompt_of[admitted.samples], return_inverse=True)
                 logits = torch.stack([first_logits[number] for number in beginning.tolist()])
-                logits = logits[torch.from_numpy(row_of).to(logits.device)]
+                logits = logits[to_device(torch.from_numpy(row_of), logits.device)]
                 random_stream.assign(admitted.samples.tolist(), admitted.slots.tolist())
                 if runner.occurred is not None:
                     prompts = [request.prompts[request.prompt_of[sample]] for sample in admitted.samples]

@@ -21,11 +21,14 @@ def _flash(
     query: Tensor, key: Tensor, value: Tensor, q_ends: Tensor, k_ends: Tensor, longest_q: int, longest_k: int,
     causal: bool, scale: float, window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    sides: dict[str, Any] = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
     out, lse, rng, unused, _ = _forward(
-        query, key, value, q_ends, k_ends, longest_q, longest_k, 0.0, causal, False, scale=scale, **sides
+        query, key, value, q_ends, k_ends, longest_q, longest_k, 0.0, causal, False, scale=scale, **_sides(window)
     )
     return out, lse, rng, unused
+
+
+def _sides(window: int | None) -> dict[str, int]:
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def _forward_shapes(query: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -194,20 +197,20 @@ tree_flash.register_autograd(_tree_grad, setup_context=_save_tree_inputs)
 @torch.library.custom_op("groupwise::varlen_flash", mutates_args=())
 def varlen_flash(
     query: Tensor, key: Tensor, value: Tensor, q_ends: Tensor, k_ends: Tensor, longest_q: int, longest_k: int,
-    scale: float, window: int,
+    scale: float, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Causal attention of each query segment to its key segment, aligned at their ends, within a window."""
+    """Causal attention of each query segment to its key segment, aligned at their ends, within any window."""
     return _flash(query, key, value, q_ends, k_ends, longest_q, longest_k, causal=True, scale=scale, window=window)
 
 
 @torch.library.custom_op("groupwise::varlen_flash_backward", mutates_args=())
 def _varlen_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, rng: Tensor, unused: Tensor,
-    q_ends: Tensor, k_ends: Tensor, longest_q: int, longest_k: int, scale: float, window: int,
+    q_ends: Tensor, k_ends: Tensor, longest_q: int, longest_k: int, scale: float, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grads: tuple[Tensor, Tensor, Tensor] = _backward(
         grad.contiguous(), query, key, value, out, lse, q_ends, k_ends, longest_q, longest_k, 0.0, True, rng, unused,
-        scale=scale, window_size_left=window - 1, window_size_right=0,
+        scale=scale, **_sides(window),
     )  # fmt: skip
     return grads
 
