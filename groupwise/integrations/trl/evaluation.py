@@ -30,6 +30,7 @@ from groupwise.training.rollout.advantages import compute_group_advantages
 from groupwise.training.rollout.batch import Batch, GroupAdvantages, join
 from groupwise.training.rollout.collector import RolloutCollector, pool_metrics
 from groupwise.training.rollout.make_collector import make_conversations
+from groupwise.training.update.local_statistics import ratio_level, sample_statistics
 from groupwise.training.update.minibatch import build_minibatch
 from groupwise.training.update.objective import MicroBatch, Objective, needs_ref_logps
 from groupwise.training.update.reference import Reference
@@ -162,10 +163,16 @@ def _batch_objective(
         ref_logps=ref_logps,
         entropy=current.entropy,
     )
-    values, statistics = Objective(recipe, components.loss, minibatch.totals).terms(micro_batch)
+    objective = Objective(recipe, components.loss, minibatch.totals)
+    values, statistics = objective.terms(micro_batch)
     measured = {f"loss/{name}": float(value) for name, value in values.items()}
-    measured |= {name: float(value) for name, value in statistics.items()}
-    low, high = measured.pop("clip_fraction_low", math.nan), measured.pop("clip_fraction_high", math.nan)
+    measured |= {name: float(value) for name, value in statistics.items() if not name.startswith("clip_fraction")}
+    shares = sample_statistics(objective, micro_batch)
+    weights = current.mask.sum(1) if ratio_level(recipe, components.loss) == "token" else torch.ones(len(current.mask))
+    low, high = (
+        float((shares[name] * weights.to(shares[name])).sum() / weights.sum()) if name in shares else math.nan
+        for name in ("clip_fraction_low", "clip_fraction_high")
+    )
     clipped = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
     return {"loss": sum(float(value) for value in values.values()), **measured, **clipped}
 

@@ -79,6 +79,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "masks": {"top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.01, "epsilon": 0.05, **REUSED},
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.01, "logging_steps": 2, **REUSED},
+    "cispo with the default bound": {"loss_type": "cispo", "logging_steps": 1, **OFTEN, **REUSED},
+    "cispo, sequence ratios": {
+        "loss_type": "cispo",
+        "importance_sampling_level": "sequence",
+        "logging_steps": 2,
+        **OFTEN,
+    },
     "entropy bonus": {"entropy_coef": 0.01, "beta": 0.1, "logging_steps": 2, **REUSED},
     "entropy bonus of grpo": {"entropy_coef": 0.01, "loss_type": "grpo", "beta": 0.1, **REUSED, "logging_steps": 1},
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 4.0, "logging_steps": 1, **REUSED},
@@ -96,6 +103,7 @@ def check(folder: Any, changes: dict[str, Any], **options: Any) -> None:
     assert theirs.state.log_history
 
 
+@pytest.mark.filterwarnings("ignore:clip_high is an absolute ceiling")
 @pytest.mark.parametrize("name", CASES)
 def test_logs_and_events(tmp_path, name):
     check(tmp_path, CASES[name])
