@@ -30,7 +30,7 @@ from groupwise.training.rollout.advantages import compute_group_advantages
 from groupwise.training.rollout.batch import Batch, GroupAdvantages, join
 from groupwise.training.rollout.collector import RolloutCollector, pool_metrics
 from groupwise.training.rollout.make_collector import make_conversations
-from groupwise.training.update.local_statistics import ratio_level, sample_statistics
+from groupwise.training.update.local_statistics import local_statistics, sample_statistics
 from groupwise.training.update.minibatch import build_minibatch
 from groupwise.training.update.objective import MicroBatch, Objective, needs_ref_logps
 from groupwise.training.update.reference import Reference
@@ -69,7 +69,7 @@ def evaluate_sampled(
         {
             "train.accumulation": 1,
             "train.mini_batch_by": "prompts",
-            "train.local_batch_size": None,
+            "train.local_batch_size": max(samples, args.per_device_eval_batch_size * args.world_size),  # a batch
             "train.skip_equal_rewards": False,
         },
     )
@@ -166,13 +166,10 @@ def _batch_objective(
     objective = Objective(recipe, components.loss, minibatch.totals)
     values, statistics = objective.terms(micro_batch)
     measured = {f"loss/{name}": float(value) for name, value in values.items()}
-    measured |= {name: float(value) for name, value in statistics.items() if not name.startswith("clip_fraction")}
-    shares = sample_statistics(objective, micro_batch)
-    weights = current.mask.sum(1) if ratio_level(recipe, components.loss) == "token" else torch.ones(len(current.mask))
-    low, high = (
-        float((shares[name] * weights.to(shares[name])).sum() / weights.sum()) if name in shares else math.nan
-        for name in ("clip_fraction_low", "clip_fraction_high")
-    )
+    measured |= {name: float(value) for name, value in statistics.items()}
+    samples = {name: value.cpu() for name, value in sample_statistics(objective, micro_batch).items()}
+    measured |= local_statistics(minibatch, samples, recipe, components.loss)
+    low, high = measured.pop("clip_fraction_low", math.nan), measured.pop("clip_fraction_high", math.nan)
     clipped = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
     return {"loss": sum(float(value) for value in values.values()), **measured, **clipped}
 

@@ -27,7 +27,7 @@ def sample_statistics(objective: Objective, micro_batch: MicroBatch) -> dict[str
     Policy masks are ignored: what they leave out has a ratio, too.
     """
     recipe, mask, logps = objective.recipe, micro_batch.mask, micro_batch.logps.detach()
-    level = ratio_level(recipe, objective.loss)
+    level = _ratio_level(recipe, objective.loss)
     per_token: dict[str, Tensor] = {}
     if micro_batch.entropy is not None:
         per_token["entropy"] = micro_batch.entropy
@@ -53,7 +53,7 @@ def sample_statistics(objective: Objective, micro_batch: MicroBatch) -> dict[str
     return {name: torch.where(mask, values, 0).sum(1) / lengths for name, values in per_token.items()}
 
 
-def ratio_level(recipe: Recipe, loss: Loss) -> str:
+def _ratio_level(recipe: Recipe, loss: Loss) -> str:
     """The level of the loss's ratio, such as "token"."""
     return recipe.loss.ratio or loss.ratios[0]
 
@@ -93,7 +93,7 @@ def local_statistics(
 
     A sample that is not computed has no clipped tokens. Its entropy is not known, so that is a mean over the others.
     """
-    local_batches = _local_batches(minibatch, recipe.train.local_batch_size, ratio_level(recipe, loss))
+    local_batches = _local_batches(minibatch, recipe.train.local_batch_size, _ratio_level(recipe, loss))
     found: dict[str, list[float]] = {name: [] for name in samples}
     lowest, highest = [], []
     for local in local_batches:
