@@ -6,6 +6,7 @@ import argparse
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from transformers import LlamaForCausalLM
 GIB = 2**30
 SPARE_MEMORY = {"cuda": 6 * GIB, "cpu": GIB}  # for activations, graphs and the libraries, of each side
 ALONE = 0.85  # of the GPU's memory, for vLLM without ours beside it
+SMALL_SHARE = 0.02  # of it, where vLLM is told the size of its cache
+STARTED = 3 * GIB  # of a side that waits: activations, graphs, the libraries
 SAMPLER = re.compile(r"(plain|topk[1-9]\d*)(-logprobs)?")
 
 
@@ -71,23 +74,27 @@ def compare(args: argparse.Namespace) -> bool:
     print(f"{describe(args)}\nvLLM {version}, in a process of its own; FlashInfer's sampler: {sampler}", flush=True)
     failures: list[str] = []
     print(HEADER, flush=True)
+    missing: dict[str, list[Cell]] = {}
     for model in args.shapes or [args.model]:
-        cells = [Cell(model, prompts, sampler) for prompts in args.prompts for sampler in args.only]
-        missing = [cell for cell in cells if cell.name not in results]
-        for cell in cells:
-            if cell not in missing:
+        for cell in (Cell(model, prompts, sampler) for prompts in args.prompts for sampler in args.only):
+            if cell.name in results:
                 print(row(args, cell, results.found[cell.name]), flush=True)
-        if not missing:
-            continue
-        try:
-            for cell, result in measure(args, missing):
-                if isinstance(result, SideError):
-                    failures.append(f"{cell.name}: {result}")
-                    continue
-                results.add(cell.name, result)
-                print(row(args, cell, result), flush=True)
-        except SideError as error:
-            failures.append(f"{model}: {error}")
+            else:
+                missing.setdefault(model, []).append(cell)
+    with ExitStack() as stack:
+        started = start_together(args, missing, stack, failures) if args.together else None
+        for model, cells in missing.items():
+            try:
+                for cell, result in (
+                    measure(args, cells) if started is None else measure_with(args, cells, started[model])
+                ):
+                    if isinstance(result, SideError):
+                        failures.append(f"{cell.name}: {result}")
+                        continue
+                    results.add(cell.name, result)
+                    print(row(args, cell, result), flush=True)
+            except SideError as error:
+                failures.append(f"{model}: {error}")
     print(LEGEND)
     for failure in failures:
         print(f"not measured: {failure}")
@@ -135,6 +142,76 @@ def measure(args: argparse.Namespace, cells: list[Cell]) -> Iterator[Measured]:
                 sides = {side: stack.enter_context(start(side)) for side in ("vllm", "groupwise")}
                 for cell, job in jobs.items():
                     yield cell, in_turn(args, job, sides)
+
+
+Sides = dict[str, SideProcess]
+
+
+def measure_with(args: argparse.Namespace, cells: list[Cell], sides: Sides | SideError) -> Iterator[Measured]:
+    """Each cell of one model whose sides have been started; they end afterwards."""
+    if isinstance(sides, SideError):
+        raise sides
+    for cell in cells:
+        yield cell, in_turn(args, cell.job(args), sides)
+    for side in sides.values():
+        side.close()
+
+
+def start_together(
+    args: argparse.Namespace, cells: dict[str, list[Cell]], stack: ExitStack, failures: list[str]
+) -> dict[str, Sides | SideError]:
+    """Both sides of all models, started at the same time: vLLM takes minutes to start, most of it on the host.
+
+    They wait for their turn with their weights, and vLLM with its cache, on the device. Cells for which the memory does
+    not suffice are left out, the largest first.
+    """
+    jobs = {cell: cell.job(args) for of_model in cells.values() for cell in of_model}
+    limit = int(0.95 * total_memory(args.device))
+    while _memory_together(args, cells) > limit and any(cells.values()):
+        largest = max(
+            (cell for of_model in cells.values() for cell in of_model), key=lambda cell: _need(args, [cell]).total
+        )
+        cells[largest.model].remove(largest)
+        failures.append(f"{largest.name}: the memory does not hold it beside the others; measure it without --together")
+    for model in [model for model, of_model in cells.items() if not of_model]:
+        del cells[model]
+
+    def start(model: str, side: str, folder: str) -> SideProcess:
+        of_model = {cell: jobs[cell] for cell in cells[model]}
+        need = _need(args, cells[model])
+        options = side_options(args, of_model, SMALL_SHARE, need.cache)[side]
+        if side == "vllm":
+            options["cache_mib"] = -(-need.cache * 5 // 4 // 2**20)
+        return SideProcess(side, folder, options, args.timeout)
+
+    folders = {model: stack.enter_context(tempfile.TemporaryDirectory(prefix="groupwise-bench-")) for model in cells}
+    with ThreadPoolExecutor(max_workers=max(1, 2 * len(cells))) as pool:
+        list(pool.map(lambda model: save_checkpoint(args, model, folders[model], args.timeout), cells))
+        starting = {model: {side: pool.submit(start, model, side, folders[model]) for side in SIDES} for model in cells}
+    found: dict[str, Sides | SideError] = {}
+    for model, futures in starting.items():
+        errors = [error for future in futures.values() if (error := future.exception()) is not None]
+        sides = {side: future.result() for side, future in futures.items() if future.exception() is None}
+        for process in sides.values():
+            stack.callback(process.close)
+        if errors and not isinstance(errors[0], SideError):
+            raise errors[0]
+        found[model] = errors[0] if errors else sides
+    return found
+
+
+def _need(args: argparse.Namespace, cells: list[Cell]) -> Need:
+    return memory_of(args, cells[0].model, [cell.job(args) for cell in cells])
+
+
+def _memory_together(args: argparse.Namespace, cells: dict[str, list[Cell]]) -> int:
+    """All models on both sides; vLLM keeps its caches, groupwise has one of them at a time."""
+    needs = [_need(args, of_model) for of_model in cells.values() if of_model]
+    theirs = sum(need.total + need.cache // 4 + STARTED for need in needs)
+    ours = sum(need.total - need.cache + STARTED // 4 for need in needs) + max(
+        (need.cache for need in needs), default=0
+    )
+    return theirs + ours
 
 
 def side_options(
@@ -233,13 +310,14 @@ def total_memory(device: str) -> int:
 
 COLUMNS = (
     ("model", -7), ("prompts × samples", 18), ("sampler", 17), ("groupwise", 11), ("vLLM", 9), ("ratio", 8),
-    ("bandwidth", 11), ("products", 10), ("ours/limits", 13), ("vLLM/limits", 13),
+    ("bandwidth", 11), ("products", 10), ("at best rate", 14), ("ours/limits", 13), ("vLLM/limits", 13),
 )  # fmt: skip
 HEADER = "\n" + "".join(f"{name:<{-width}}" if width < 0 else f"{name:>{width}}" for name, width in COLUMNS)
 LEGEND = (
     "ratio: vLLM's time in groupwise's; bandwidth and products: the seconds that the device needs at least, to read\n"
-    "weights and cache at the speed of a large copy and for the matrix products, both measured in this run;\n"
-    "limits: their sum"
+    "weights and cache at the speed of a large copy and for the matrix products, as large as those of a step; "
+    "both measured in this run;\n"
+    "at best rate: all operations at the rate of a large product; limits: the sum of bandwidth and products"
 )
 
 
@@ -251,7 +329,7 @@ def row(args: argparse.Namespace, cell: Cell, result: dict[str, Any]) -> str:
     values = (
         short.get(cell.model, Path(cell.model).name), f"{cell.prompts} × {args.samples}", cell.sampler,
         f"{ours:.3f} s", f"{theirs:.3f} s", f"{theirs / ours:.2f}×", f"{limits['bandwidth']:.3f} s",
-        f"{limits['arithmetic']:.3f} s", f"{ours / total:.2f}", f"{theirs / total:.2f}",
+        f"{limits['arithmetic']:.3f} s", f"{limits['at_matmul_rate']:.3f} s", f"{ours / total:.2f}", f"{theirs / total:.2f}",
     )  # fmt: skip
     return "".join(
         f"{value:<{-width}}" if width < 0 else f"{value:>{width}}"

@@ -13,7 +13,8 @@ at the measured speed of a large copy.
 With ``--against vllm`` (it must be installed) both sides load the same weights and get the same prompts, each in a
 process of its own: in turn where the memory holds both, else one after the other. vLLM has CUDA graphs for as many
 sequences as there are samples, and prefix caching, so that it computes a prompt once per group; its cache is emptied
-before each call, as after an update of the weights. groupwise always returns log-probs, vLLM with a sampler such as
+before each call, as after an update of the weights. ``--together`` starts the sides of all shapes at the same time,
+which saves minutes, and measures them in turn. groupwise always returns log-probs, vLLM with a sampler such as
 ``topk40-logprobs``. Beside the times stand the limits of benchmarks/limits.py. With ``--json FILE`` each result is
 saved as soon as it is measured; started again, the command measures what the file lacks.
 """
@@ -94,6 +95,7 @@ def main() -> None:
         type=float,
         help="of the GPU's memory, for vLLM (default: what it needs, or 0.85 where it is alone)",
     )
+    versus.add_argument("--together", action="store_true", help="start the sides of all shapes at once (a GPU)")
     versus.add_argument("--timeout", type=float, default=600, help="seconds for a side's start, and for each call")
     versus.add_argument("--json", "--results", type=Path, help="save each result in this file, and go on from there")
     args = parser.parse_args()
@@ -104,7 +106,7 @@ def main() -> None:
     if args.against:
         args.only = args.only or ["topk40"]
         sys.exit(0 if compare(args) else 1)
-    for name in ("shapes", "only", "eager", "memory_share", "json"):
+    for name in ("shapes", "only", "eager", "memory_share", "together", "json"):
         if getattr(args, name):
             parser.error(f"--{name.replace('_', '-')} needs --against vllm")
     if len(args.prompts) > 1:

@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument(
         "--cache-mib",
         type=int,
-        help="size of the cache; on a GPU only groupwise's (default: what fits, and 1,024 for vLLM on a CPU)",
+        help="size of the cache of keys and values (default: what fits, and 1,024 for vLLM on a CPU)",
     )
     parser.add_argument("--against", choices=("vllm",), help="also measure vLLM, which must be installed")
     parser.add_argument("--eager", action="store_true", help="vLLM without torch.compile and CUDA graphs")
@@ -227,7 +227,7 @@ def measure(args: argparse.Namespace, points: list[Point], results: Results) -> 
 def options_of(args: argparse.Namespace, side: str, points: list[Point], longest: int) -> dict[str, Any]:
     sequences = max(len(point.job.completion_lengths) for point in points)
     options = {"device": args.device, "sequences": sequences, **({"dtype": args.dtype} if args.dtype else {})}
-    if args.cache_mib and (side == "groupwise" or args.device == "cpu"):
+    if args.cache_mib:
         options["cache_mib"] = args.cache_mib
     if side == "vllm":
         return {**options, "longest": longest, "memory_share": ALONE, "eager": args.eager, "counts": True}

@@ -54,6 +54,7 @@ class OfflineVllm:
     """vLLM with the weights of a folder. A call's prompts are computed once per group, by prefix caching.
 
     counts: record the running sequences of each step, and the preemptions.
+    cache_bytes: of keys and values, by default what ``memory_share`` leaves.
     """
 
     def __init__(
@@ -67,12 +68,15 @@ class OfflineVllm:
         eager: bool,
         gpu: bool,
         counts: bool,
+        cache_bytes: int | None = None,
     ) -> None:
         from vllm import LLM
 
         options: dict[str, Any] = {"enforce_eager": True} if eager else {}
         if gpu and not eager:
             options["compilation_config"] = {"max_cudagraph_capture_size": max(512, sequences)}
+        if cache_bytes is not None:  # instead of what is free when it starts
+            options["kv_cache_memory_bytes"] = cache_bytes
         self.llm: Any = LLM(
             folder,
             skip_tokenizer_init=True,

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import copy_rate, load, peak_memory, synchronize
+from common import ceilings, load, peak_memory, synchronize
 from limits import MeasuredProducts, ModelSize, generation_limits
 from offline_vllm import OfflineVllm, environment
 from transformers.utils.logging import disable_progress_bar
@@ -197,7 +197,7 @@ class EngineSide:
         self.engine = FixedLengthEngine(self.model, max_num_seqs=args.sequences, cache_bytes=cache)
         self.size = ModelSize.of(self.model)
         self.products = MeasuredProducts(args.device, self.model.dtype)
-        self.copy_rate = 0.0
+        self.copy_rate = self.matmul_rate = 0.0
         self.trainer: Any = None
 
     @property
@@ -234,7 +234,8 @@ class EngineSide:
     def limits(self, job: Job) -> dict[str, Any]:
         """The limits for prompts that are computed once per group, and for samples that all run at once."""
         self.engine.release()
-        self.copy_rate = self.copy_rate or copy_rate(self.device)
+        if not self.copy_rate:
+            self.copy_rate, self.matmul_rate = ceilings(self.device, self.model.dtype)
         found = generation_limits(
             self.size,
             job.prompt_lengths,
@@ -244,7 +245,14 @@ class EngineSide:
             bytes_per_second=self.copy_rate,
             product=self.products,
         )
-        return {**asdict(found), "copy_rate": self.copy_rate}
+        tokens = sum(job.prompt_lengths) + job.tokens
+        operations = 2 * self.facts["parameters"] * tokens
+        return {
+            **asdict(found),
+            "copy_rate": self.copy_rate,
+            "matmul_rate": self.matmul_rate,
+            "at_matmul_rate": operations / self.matmul_rate,
+        }
 
     def train(self, job: Job) -> dict[str, Any]:
         """A training step with random completions of these lengths."""
@@ -272,6 +280,7 @@ class VllmSide:
             eager=args.eager == "True",
             gpu=args.device == "cuda",
             counts=args.counts == "True",
+            cache_bytes=args.cache_mib * 2**20 if args.device == "cuda" and args.cache_mib else None,
         )
 
     @property
@@ -343,7 +352,7 @@ def main() -> None:
     parser.add_argument("--positions", type=int, help="of a model with random weights")
     parser.add_argument("--sequences", type=int, help="samples at once, at most")
     parser.add_argument("--longest", type=int, help="tokens of a prompt and its completion")
-    parser.add_argument("--cache-mib", type=int, help="of keys and values; not for vLLM on a GPU")
+    parser.add_argument("--cache-mib", type=int, help="of keys and values")
     parser.add_argument("--memory-share", type=float, default=0.6, help="of the GPU's memory, for vLLM")
     parser.add_argument("--eager", default="False", choices=("True", "False"), help="vLLM without compilation")
     parser.add_argument("--counts", default="False", choices=("True", "False"), help="of vLLM: running, preempted")

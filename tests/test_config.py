@@ -808,6 +808,7 @@ def test_other_literals_do_not_come_from_core():
                    "data.sampling",
                    "loss.kl_aggregation",
                    "train.on_non_finite", "vllm.weights",
+                   "sampling.kv_cache_dtype",
                    "run.export_dtype", "advantages.difficulty", "grouping.method", "grouping.dtype", "preference.pairs",
                    "preference.on_too_long", "distillation.kl", "distillation.dtype"}  # fmt: skip
 

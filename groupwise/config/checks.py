@@ -202,6 +202,11 @@ def _vllm(recipe: Recipe) -> Iterator[str]:
             "masks.keep_sampling_mask needs the tokens that the filters left, which vLLM does not return; set "
             "sampling.generator to 'engine', or masks.keep_sampling_mask to false"
         )
+    if recipe.sampling.kv_cache_dtype != "auto":
+        yield (
+            "sampling.kv_cache_dtype is a setting of the engine; with sampling.generator 'vllm' leave it out, and "
+            "start the servers with --kv-cache-dtype fp8"
+        )
     filters = [name for name in ("top_k", "min_p") if recipe.get(f"sampling.{name}")]
     filters += ["top_p"] * (recipe.sampling.top_p < 1)
     changed = [*filters, *["min_new_tokens"] * (recipe.sampling.min_new_tokens > 0)]

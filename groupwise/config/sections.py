@@ -208,6 +208,10 @@ class SamplingSection(Section):
     """stop strings that end a completion"""
     max_num_seqs: Count | None = None
     """maximum number of completions generated at once"""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """how the engine stores keys and values: as the model computes them (auto), or rounded to eight bits (fp8), which
+    halves the memory and what a step reads, but samples from a slightly different model than the one that is trained;
+    sampler/logp_difference_mean shows by how much, and loss.importance_cap corrects it"""
     generator: str = "engine"
     """what samples: "engine" (groupwise's own), "vllm" ([vllm]), or the name of an installed plug-in"""
 

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from groupwise.config import Recipe
 from groupwise.distributed.ranks import Ranks
-from groupwise.errors import InputError, check_integer
+from groupwise.errors import InputError, check_choice, check_integer
 from groupwise.generate.kept_tokens import KeptTokens
 from groupwise.generate.local import LocalGenerator
 from groupwise.generate.memory import EXPECTED_SHARE, CachePlan, plan_cache
@@ -43,17 +43,17 @@ class Engine(LocalGenerator):
     """Samples from a causal language model of transformers.
 
     cache_bytes: the maximal size of the KV cache; by default 70 % of the free memory.
-    max_num_seqs: the maximal number of concurrent samples (512 on a GPU, 128 on a CPU).
+    max_num_seqs: the maximal number of concurrent samples (1,024 on a GPU, 128 on a CPU).
     prefill_tokens: the maximal number of prompt tokens in one prefill (16,384 on a GPU, 2,048 on a CPU).
     isolated: make a sample's tokens independent of the rest of the batch, bit for bit: every prompt is prefilled alone
     and every step has ``max_num_seqs`` rows. Otherwise only its random numbers are independent; sums are rounded
     differently in a batch of another size, which may change a token.
     graphs: whether to decode with captured CUDA graphs; by default where possible.
-    grow_on_gpu: with CUDA graphs, too, let samples get memory as they grow where not all fit at full length, as they do
-    without graphs. More of them run at once if most end early; not with ``isolated``.
     keep_on_gpu: on a GPU, too, keep keys and values between the calls within `keeping`.
-    joint_products: compute query, key and value, and gate and up, as one matrix product each where the layers allow it.
-    Their weights become views of one tensor, still the same parameters; sums may be rounded differently.
+    kv_cache_dtype: "auto" stores keys and values as the model computes them, "fp8" in eight bits (float8_e4m3fn): half
+    the memory, and half as much to read. Samples are then of a slightly different model than the one that is trained.
+    joint_products: compute query, key and value, and gate and up, as one matrix product each where the layers allow it,
+    by default on a GPU. Their weights become views of one tensor, still the same parameters.
     """
 
     def __init__(
@@ -65,29 +65,25 @@ class Engine(LocalGenerator):
         prefill_tokens: int | None = None,
         isolated: bool = False,
         graphs: bool | None = None,
-        grow_on_gpu: bool = False,
         keep_on_gpu: bool = False,
-        joint_products: bool = False,
+        kv_cache_dtype: str = "auto",
+        joint_products: bool | None = None,
     ) -> None:
         self.handle: ModelHandle = prepare(model)
         limits = {"cache_bytes": cache_bytes, "max_num_seqs": max_num_seqs, "prefill_tokens": prefill_tokens}
         for name, number in limits.items():
             if number is not None:
                 check_integer(name, number, 1)
-        if isolated and grow_on_gpu:
-            raise InputError(
-                "isolated reserves the memory of every sample's longest completion, so that grow_on_gpu has no effect; "
-                "leave one of them out"
-            )
         gpu = self.handle.device.type == "cuda"
-        super().__init__(max_num_seqs or (512 if gpu else 128))
+        super().__init__(max_num_seqs or (1024 if gpu else 128))
         self.cache_bytes = cache_bytes
         self.prefill_tokens = 1 if isolated else prefill_tokens or (16384 if gpu else 2048)
         self.isolated = isolated
         self.graphs = _can_capture(self.handle) if graphs is None else graphs
-        self.grow_on_gpu = grow_on_gpu
-        self._may_keep = not isolated and self.handle.head is not None and (keep_on_gpu or not gpu)
-        joint = joint_products and self.handle.sharded is None
+        self.cache_dtype = _cache_dtype(kv_cache_dtype, self.handle)
+        may_keep = not isolated and self.cache_dtype is None and (keep_on_gpu or not gpu)
+        self._may_keep = may_keep and self.handle.head is not None
+        joint = (gpu if joint_products is None else joint_products) and self.handle.sharded is None
         self._joint_products = JointProducts(self.handle.trunk) if joint else None
         self._cache: SharedCache | None = None
         self._graphs: Any = None
@@ -107,8 +103,8 @@ class Engine(LocalGenerator):
         """Within this block, calls keep the keys and values of their prompts and samples.
 
         A later call computes only what is new in its prompts. Everything is dropped at the end of the block and when
-        the weights change. Not with ``isolated``: what is kept depends on earlier calls. On a GPU only with
-        ``keep_on_gpu``.
+        the weights change. Not with ``isolated``: what is kept depends on earlier calls; nor with an "fp8" cache. On a
+        GPU only with ``keep_on_gpu``.
         """
         if self._kept is not None or not self._may_keep:
             yield  # in a block within a block, the outer one keeps
@@ -165,8 +161,9 @@ class Engine(LocalGenerator):
             self.cache_bytes,
             held_bytes=kept.bytes + (0 if self._cache is None else self._cache.bytes),
             all_rows=self.isolated,
-            grows=not self.isolated and (self.grow_on_gpu or not self.graphs),
+            grows=not self.isolated,
             keeps=self._kept is not None,
+            dtype=self.cache_dtype,
         )
         beginnings = kept.start(request.prompts, self._room_to_keep(plan))
         pages = None if plan.page_tokens >= request.longest else plan.pages
@@ -261,7 +258,7 @@ class Engine(LocalGenerator):
             raise InputError(f"this model's prompts cannot be shared: {self.handle.fallback_reason}")
         if self._cache is None or not self._cache.fits(*plan.size):
             self._release_cache()
-            self._cache = SharedCache(self.handle, *plan.size)
+            self._cache = SharedCache(self.handle, *plan.size, self.cache_dtype)
         self._cache.attach()
         penalizes = request.sampling.repetition_penalty != 1
         if not self.graphs or penalizes:  # a captured step does not know which tokens have occurred
@@ -277,7 +274,8 @@ class Engine(LocalGenerator):
 
 
 def make_engine(recipe: Recipe, handle: ModelHandle, ranks: Ranks) -> Engine:
-    return Engine(handle, max_num_seqs=recipe.sampling.max_num_seqs)
+    settings = recipe.sampling
+    return Engine(handle, max_num_seqs=settings.max_num_seqs, kv_cache_dtype=settings.kv_cache_dtype)
 
 
 @contextmanager
@@ -288,6 +286,22 @@ def watched(generator: Generator, progress: Progress) -> Iterator[None]:
         yield
     finally:
         generator.progress = before
+
+
+def _cache_dtype(name: str, handle: ModelHandle) -> torch.dtype | None:
+    """The dtype of stored keys and values; None for the model's."""
+    check_choice("kv_cache_dtype", name, ("auto", "fp8"))
+    if name == "auto":
+        return None
+    device = handle.device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise InputError(
+            f'an "fp8" KV cache needs a GPU with eight-bit floating point (compute capability 8.9 or higher), and '
+            f'{torch.cuda.get_device_name(device)} has none; use kv_cache_dtype "auto"'
+        )
+    if device.type not in ("cuda", "cpu"):
+        raise InputError(f'an "fp8" KV cache is not supported on {device.type}; use kv_cache_dtype "auto"')
+    return torch.float8_e4m3fn
 
 
 def _can_capture(handle: ModelHandle) -> bool:

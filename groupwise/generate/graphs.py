@@ -32,9 +32,9 @@ from groupwise.generate.sampling import draw
 from groupwise.generate.types import Sampling
 from groupwise.model.attention import AttentionInputs, to_device
 from groupwise.model.cache import CACHE_ATTRIBUTE, LayerCache, SharedCache
-from groupwise.model.decode_inputs import TILE_ROWS, DecodeInputs
+from groupwise.model.decode_inputs import DecodeInputs
 from groupwise.model.handle import Head, ModelHandle
-from groupwise.model.kernels import decode_attention, splits_for
+from groupwise.model.kernels import decode_attention, splits_for, tile_part
 from groupwise.model.paged_kernels import paged_decode_attention
 
 LAG = 4
@@ -104,8 +104,9 @@ class DecodeGraphs:
         self.sizes = _sizes(cache.slots)
         capacity = self.sizes[-1]
         # A fixed number where results must not depend on the other prompts.
-        tiles = -(-cache.slots // TILE_ROWS)
-        self.splits = 4 if longest_prompt is None else splits_for(handle, tiles, longest_prompt)
+        per_head = handle.model.config.get_text_config().num_attention_heads // handle.shapes[0].heads
+        units = -(-cache.slots // tile_part(per_head))
+        self.splits = 4 if longest_prompt is None else splits_for(handle, units, longest_prompt)
         self.packet = torch.zeros(packet_size(capacity), dtype=torch.int32, device=device)
         self.table = torch.zeros(cache.slots + 1, 0, dtype=torch.int32, device=device)  # of each slot's pages
         self.out = torch.zeros(4, capacity, dtype=torch.int32, device=device)
@@ -176,7 +177,7 @@ class DecodeGraphs:
         slots = inputs.slots.long()
         layout = self._paged_layout(inputs, slots) if paged else TiledLayout(inputs, self.splits)
         hidden = self.handle.hidden(self.last[slots, None], inputs.positions.long()[:, None], layout)[:, 0]
-        self.draw(self.head.logits(hidden), slots, uniform, banned, sampling)
+        self.draw(self.head.rounded_logits(hidden), slots, uniform, banned, sampling)
 
     def _paged_layout(self, inputs: DecodeInputs, slots: Tensor) -> PagedLayout:
         """The layout of a step whose pages have been written into the table."""
@@ -189,10 +190,11 @@ class DecodeGraphs:
         """Sample a token per row; store it as its slot's last token and in ``out``."""
         rows = len(slots)
         bans = banned if sampling.min_new_tokens else None
-        if can_draw(sampling) and logits.dtype == torch.float32:
+        if can_draw(sampling) and logits.dtype != torch.float64:
             ids, logps, filtered_logps, thresholds, counts = draw_rows(logits, uniform, bans, self.eos, sampling)
             temperature = sampling.temperature
         else:
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             ids, logps, filtered_logps, logits = draw(logits, uniform, bans, self.eos, sampling)
             kept = logits > -torch.inf
             counts = kept.sum(-1).masked_fill(kept.all(-1), 0)

@@ -1,13 +1,13 @@
-"""Sampling on a GPU in one kernel: a program per row reads its logits a few times and stores no distribution.
+"""Sampling on a GPU: a row's logits are read once or twice by sixteen programs, and no distribution is stored.
 
 It samples what `groupwise.generate.sampling.draw` samples. A filter is a threshold on the logits after the temperature:
-for top-k the k-th largest, for top-p the largest value above which less than that mass lies; both keep all ties. A
-threshold is found by bisection between values that occur, so the search ends when one is left.
+for top-k the k-th largest, for top-p the largest value above which less than that mass lies; both keep all ties.
 
-With top-k, two passes over the logits suffice. In the first, each of 4,096 lanes keeps the largest of the dozen values
-it sees; a bound that k lanes exceed is exceeded by at least k tokens, and by few more. The second pass stores those
-candidates, and the rest happens in registers. If there are too many candidates (thousands of ties), or without top-k,
-every step of the bisection is a pass.
+The first kernel reads each row in sixteen chunks: their largest logits, their sums of exponentials, and of each of 128
+lanes the largest logit. Without filters, the last kernel then knows in which chunk the sampled token is, and reads that
+one. With top-k, a bound that k lanes exceed is exceeded by at least k tokens, and by few more: the second kernel writes
+down their ids, and for the last one the rest happens in registers. If there are too many (ties), or with other filters
+alone, the threshold is found by bisection between values that occur, with a pass over the row for each step.
 
 Import this module only where Triton is installed.
 """
@@ -15,6 +15,7 @@ Import this module only where Triton is installed.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,22 +25,115 @@ from torch import Tensor
 
 from groupwise.generate.types import Sampling
 
-LANES = 4096
-CANDIDATES = 2048  # fit into the registers of one program
+CHUNKS = 16
+LANES = 128  # of a chunk
+BLOCK = 1024  # logits of a chunk that are read at once
+WIDE_BLOCK = 4096  # the same where one program reads the row
 MAX_TOP_K = 1024
+CANDIDATES = 512, 2048  # at least and at most; they fit into the registers of one program
+STATISTICS = tl.constexpr(6)  # of a chunk
+LOWEST = tl.constexpr(-3.0e38)
 
 
 @triton.jit
 def _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK: tl.constexpr, BAN: tl.constexpr):
     """The ids of a block, its logits after the temperature, and those with banned tokens at −inf."""
     ids = block + tl.arange(0, BLOCK)
-    x = tl.load(base + ids, mask=ids < vocabulary, other=float("-inf"))
+    x = tl.load(base + ids, mask=ids < vocabulary, other=float("-inf")).to(tl.float32)
     x = tl.div_rn(x, temperature)
     y = x
     if BAN:
         ends = tl.load(eos + ids, mask=ids < vocabulary, other=0)
         y = tl.where((ends != 0) & ban, float("-inf"), x)
     return ids, x, y
+
+
+@triton.jit
+def _add_exponentials(largest, total, x):
+    """The running largest value, and the sum of exponentials relative to it, with one more value in each lane."""
+    difference = x - largest
+    power = tl.exp(-tl.abs(difference))
+    return tl.maximum(largest, x), tl.where(difference > 0, total * power + 1.0, total + power)
+
+
+@triton.jit
+def _scan_kernel(
+    logits, banned, eos, statistics, lanes_out, temperature, vocabulary, logits_row, length,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, FEW: tl.constexpr, BAN: tl.constexpr,
+):  # fmt: skip
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    base = logits + row.to(tl.int64) * logits_row
+    ban = False
+    if BAN:
+        ban = tl.load(banned + row) != 0
+    largest = tl.full([BLOCK], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    best, mass = largest, total
+    lanes = tl.full([BLOCK], float("-inf"), tl.float32)
+    least = tl.full([BLOCK], float("inf"), tl.float32)
+    count = tl.zeros([BLOCK], tl.int32)
+    first = chunk * length
+    for block in range(first, tl.minimum(first + length, vocabulary), BLOCK):
+        ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
+        largest, total = _add_exponentials(largest, total, x)
+        if BAN:
+            best, mass = _add_exponentials(best, mass, y)
+        lanes = tl.maximum(lanes, y)
+        finite = y > float("-inf")
+        least = tl.minimum(least, tl.where(finite, y, float("inf")))
+        count += finite.to(tl.int32)
+    if not BAN:
+        best, mass = largest, total
+    of_all, of_allowed = tl.max(largest, 0), tl.max(best, 0)
+    at = statistics + row * STATISTICS * CHUNKS + chunk
+    tl.store(at, of_all)
+    tl.store(at + CHUNKS, tl.sum(total * tl.exp(largest - of_all), 0))
+    tl.store(at + 2 * CHUNKS, of_allowed)
+    tl.store(at + 3 * CHUNKS, tl.sum(mass * tl.exp(best - of_allowed), 0))
+    tl.store(at + 4 * CHUNKS, tl.min(least, 0))
+    tl.store(at + 5 * CHUNKS, tl.sum(count, 0).to(tl.float32))
+    if FEW:
+        of_lanes = tl.max(tl.reshape(lanes, [LANES, BLOCK // LANES]), 1)
+        tl.store(lanes_out + (row * CHUNKS + chunk) * LANES + tl.arange(0, LANES), of_lanes)
+
+
+@triton.jit
+def _candidates_kernel(
+    logits, banned, eos, statistics, lanes, places, found_out, temperature, top_k, log_min_p, vocabulary, logits_row,
+    length, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, ROOM: tl.constexpr,
+    MIN_P_FIRST: tl.constexpr, BAN: tl.constexpr,
+):  # fmt: skip
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    base = logits + row.to(tl.int64) * logits_row
+    ban = False
+    if BAN:
+        ban = tl.load(banned + row) != 0
+    at = statistics + row * STATISTICS * CHUNKS
+    best = tl.max(tl.load(at + 2 * CHUNKS + tl.arange(0, CHUNKS)), 0)
+    low = tl.min(tl.load(at + 4 * CHUNKS + tl.arange(0, CHUNKS)), 0)
+    if MIN_P_FIRST:
+        low = tl.maximum(low, best + log_min_p)
+    of_lanes = tl.load(lanes + row * CHUNKS * LANES + tl.arange(0, CHUNKS * LANES))
+    high = best
+    for _ in range(8):  # a rough bound suffices, but k lanes must exceed it
+        middle = _between(low, high)
+        if tl.sum((of_lanes > middle).to(tl.int32), 0) >= top_k:
+            low = middle
+        else:
+            high = middle
+    found = 0
+    if tl.load(at + 2 * CHUNKS + chunk) >= low:
+        first = chunk * length
+        for block in range(first, tl.minimum(first + length, vocabulary), BLOCK):
+            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
+            taken = (y >= low).to(tl.int32)
+            number = tl.sum(taken, 0)
+            if number > 0:
+                place = found + tl.cumsum(taken, 0) - taken
+                room = (taken > 0) & (place < ROOM)
+                tl.store(places + (row * CHUNKS + chunk) * ROOM + place, ids, mask=room)
+                found += number
+    tl.store(found_out + row * CHUNKS + chunk, found)
 
 
 @triton.jit
@@ -96,58 +190,61 @@ def _threshold_over_logits(
 
 @triton.jit
 def _draw_kernel(
-    logits, uniform, banned, eos, ids_out, logps_out, filtered_out, threshold_out, counts_out, values, places,
-    temperature, top_k, top_p, log_min_p, vocabulary, logits_row,
-    BLOCK: tl.constexpr, ROOM: tl.constexpr, FEW: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
-    MIN_P: tl.constexpr, MIN_P_FIRST: tl.constexpr, BAN: tl.constexpr,
+    logits, uniform, banned, eos, statistics, places, found_by_chunk,
+    ids_out, logps_out, filtered_out, threshold_out, counts_out,
+    temperature, top_k, top_p, log_min_p, vocabulary, logits_row, length,
+    BLOCK: tl.constexpr, WIDE_BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr, MOST: tl.constexpr,
+    FEW: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, MIN_P_FIRST: tl.constexpr,
+    BAN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * logits_row
     ban = False
     if BAN:
         ban = tl.load(banned + row) != 0
-    largest, best, least = float("-inf"), float("-inf"), float("inf")
-    total = 0.0
-    lanes = tl.full([BLOCK], float("-inf"), tl.float32)
-    for block in range(0, vocabulary, BLOCK):
-        ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
-        larger = tl.maximum(largest, tl.max(x, 0))
-        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), 0)
-        largest = larger
-        lanes = tl.maximum(lanes, y)
-        least = tl.minimum(least, tl.min(tl.where(y > float("-inf"), y, float("inf")), 0))
-    best = tl.max(lanes, 0)
+    chunks = tl.arange(0, CHUNKS)
+    at = statistics + row * STATISTICS * CHUNKS + chunks
+    largest_of, best_of = tl.load(at), tl.load(at + 2 * CHUNKS)
+    largest, best = tl.max(largest_of, 0), tl.max(best_of, 0)
+    total = tl.sum(tl.load(at + CHUNKS) * tl.exp(largest_of - largest), 0)
+    masses = tl.load(at + 3 * CHUNKS) * tl.exp(best_of - best)
+    least = tl.min(tl.load(at + 4 * CHUNKS), 0)
     threshold = least
     if MIN_P and MIN_P_FIRST:
         threshold = tl.maximum(threshold, best + log_min_p)
-    candidates = ROOM + 1
+    candidates = MOST + 1
+    found = tl.zeros([CHUNKS], tl.int32)
     if FEW:
-        # A rough bound suffices, but k lanes must exceed it.
-        low, high = threshold, best
-        for _ in range(8):
-            middle = _between(low, high)
-            if tl.sum((lanes > middle).to(tl.int32), 0) >= top_k:
-                low = middle
-            else:
-                high = middle
-        candidates = 0
-        for block in range(0, vocabulary, BLOCK):
-            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
-            taken = (y >= low).to(tl.int32)
-            place = candidates + tl.cumsum(taken, 0) - taken
-            room = (taken > 0) & (place < ROOM)
-            tl.store(values + row * ROOM + place, y, mask=room)
-            tl.store(places + row * ROOM + place, ids, mask=room)
-            candidates += tl.sum(taken, 0)
-        tl.debug_barrier()  # other threads read what was stored
+        found = tl.load(found_by_chunk + row * CHUNKS + chunks)
+        candidates = tl.where(tl.max(found, 0) <= ROOM, tl.sum(found, 0), MOST + 1)
     chosen, final, count = vocabulary, -1, 0
     kept_total = 0.0
     u = tl.load(uniform + row)
-    if candidates <= ROOM:
-        at = tl.arange(0, ROOM)
-        y = tl.load(values + row * ROOM + at, mask=at < candidates, other=float("-inf"))
-        ids = tl.load(places + row * ROOM + at, mask=at < candidates, other=0)
-        lowest = tl.min(tl.where(at < candidates, y, float("inf")), 0)
+    if not (TOP_K or TOP_P or MIN_P):
+        kept_total = tl.sum(masses, 0)
+        count = tl.sum(tl.load(at + 5 * CHUNKS), 0).to(tl.int32)
+        chunk = tl.sum((tl.cumsum(masses, 0) <= u * kept_total).to(tl.int32), 0)
+        chunk = tl.minimum(chunk, tl.max(tl.where(masses > 0, chunks, 0), 0))  # rounding may end beyond the last one
+        cumulative = tl.sum(tl.where(chunks < chunk, masses, 0.0), 0)
+        first = chunk * length
+        for block in range(first, tl.minimum(first + length, vocabulary), BLOCK):
+            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
+            kept = y > float("-inf")
+            weights = tl.where(kept, tl.exp(y - best), 0.0)
+            beyond = kept & (cumulative + tl.cumsum(weights, 0) > u * kept_total)
+            chosen = tl.minimum(chosen, tl.min(tl.where(beyond, ids, vocabulary), 0))
+            final = tl.maximum(final, tl.max(tl.where(kept, ids, -1), 0))
+            cumulative += tl.sum(weights, 0)
+    elif candidates <= MOST:
+        place = tl.arange(0, MOST)
+        there = place < candidates
+        later = place[:, None] >= tl.cumsum(found, 0)[None, :]
+        chunk_of = tl.sum(later.to(tl.int32), 1)
+        within = place - tl.sum(tl.where(later, found[None, :], 0), 1)
+        ids = tl.load(places + (row * CHUNKS + chunk_of) * ROOM + within, mask=there, other=0)
+        y = tl.load(base + ids, mask=there, other=float("-inf")).to(tl.float32)
+        y = tl.div_rn(y, temperature)
+        lowest = tl.min(tl.where(there, y, float("inf")), 0)
         if candidates > top_k:
             lowest = _threshold_in_registers(y, top_k * 1.0, lowest, best, True)
         threshold = tl.maximum(threshold, lowest)
@@ -158,7 +255,7 @@ def _draw_kernel(
             )
         if MIN_P and not MIN_P_FIRST:
             threshold = tl.maximum(threshold, best + log_min_p)
-        kept = (y >= threshold) & (at < candidates)
+        kept = (y >= threshold) & there
         weights = tl.where(kept, tl.exp(y - best), 0.0)
         kept_total = tl.sum(weights, 0)
         count = tl.sum(kept.to(tl.int32), 0)
@@ -168,36 +265,36 @@ def _draw_kernel(
     else:
         if TOP_K:
             k_threshold = _threshold_over_logits(
-                base, temperature, ban, eos, vocabulary, top_k * 1.0, least, best, True, BLOCK, BAN
+                base, temperature, ban, eos, vocabulary, top_k * 1.0, least, best, True, WIDE_BLOCK, BAN
             )
             threshold = tl.maximum(threshold, k_threshold)
         if TOP_P:
             mass = 0.0
-            for block in range(0, vocabulary, BLOCK):
-                ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
+            for block in range(0, vocabulary, WIDE_BLOCK):
+                ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, WIDE_BLOCK, BAN)
                 mass += tl.sum(tl.where(y >= threshold, tl.exp(y - best), 0.0), 0)
             p_threshold = _threshold_over_logits(
-                base, temperature, ban, eos, vocabulary, top_p * mass, least, best, False, BLOCK, BAN
+                base, temperature, ban, eos, vocabulary, top_p * mass, least, best, False, WIDE_BLOCK, BAN
             )
             threshold = tl.maximum(threshold, p_threshold)
         if MIN_P and not MIN_P_FIRST:
             threshold = tl.maximum(threshold, best + log_min_p)
-        for block in range(0, vocabulary, BLOCK):
-            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
+        for block in range(0, vocabulary, WIDE_BLOCK):
+            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, WIDE_BLOCK, BAN)
             kept = (y >= threshold) & (ids < vocabulary)
             kept_total += tl.sum(tl.where(kept, tl.exp(y - best), 0.0), 0)
             count += tl.sum(kept.to(tl.int32), 0)
             final = tl.maximum(final, tl.max(tl.where(kept, ids, -1), 0))
         cumulative = 0.0
-        for block in range(0, vocabulary, BLOCK):
-            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
+        for block in range(0, vocabulary, WIDE_BLOCK):
+            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, WIDE_BLOCK, BAN)
             kept = (y >= threshold) & (ids < vocabulary)
             weights = tl.where(kept, tl.exp(y - best), 0.0)
             beyond = kept & (cumulative + tl.cumsum(weights, 0) > u * kept_total)
             chosen = tl.minimum(chosen, tl.min(tl.where(beyond, ids, vocabulary), 0))
             cumulative += tl.sum(weights, 0)
     chosen = tl.maximum(tl.where(chosen < vocabulary, chosen, final), 0)  # with rounding, none may exceed the target
-    score = tl.div_rn(tl.load(base + chosen), temperature)
+    score = tl.div_rn(tl.load(base + chosen).to(tl.float32), temperature)
     tl.store(ids_out + row, chosen.to(tl.int64))
     tl.store(logps_out + row, score - largest - tl.log(total))
     tl.store(filtered_out + row, score - best - tl.log(kept_total))
@@ -216,26 +313,41 @@ class FusedDraw(NamedTuple):
 
 
 def can_draw(sampling: Sampling) -> bool:
-    """Whether the kernel supports these parameters: not greedy, nor mlx-lm's order, which filters before tempering."""
+    """Whether the kernels support these parameters: not greedy, nor mlx-lm's order, which filters before tempering."""
     return not sampling.greedy and sampling.order != "mlx_lm"
 
 
 def draw_rows(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tensor, sampling: Sampling) -> FusedDraw:
-    """Sample one token per row of raw float32 logits ``(rows, V)``."""
+    """Sample one token per row of raw logits ``(rows, V)``, in float32 or half precision."""
     rows, vocabulary = logits.shape
-    ids = torch.empty(rows, dtype=torch.long, device=logits.device)
-    logps, filtered, thresholds = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
-    counts = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    empty_of = partial(torch.empty, device=logits.device)
+    ids, counts = empty_of(rows, dtype=torch.long), empty_of(rows, dtype=torch.int32)
+    logps, filtered, thresholds = (empty_of(rows, dtype=torch.float32) for _ in range(3))
     top_k = sampling.top_k or 0
     few = 0 < top_k <= min(MAX_TOP_K, vocabulary - 1)  # the candidates fit into registers
-    values = torch.empty(rows * CANDIDATES if few else 1, dtype=torch.float32, device=logits.device)
-    places = torch.empty_like(values, dtype=torch.int32)
+    most = min(CANDIDATES[1], max(CANDIDATES[0], triton.next_power_of_2(4 * top_k)))
+    room = most // 2  # of one chunk
+    length = -(-vocabulary // (CHUNKS * BLOCK)) * BLOCK  # of a chunk
+    statistics = empty_of(rows, STATISTICS.value, CHUNKS, dtype=torch.float32)
+    lanes = empty_of(rows, CHUNKS * LANES if few else 0, dtype=torch.float32)
+    places, found = (empty_of(rows, size, dtype=torch.int32) for size in (CHUNKS * room if few else 0, CHUNKS))
+    log_min_p = math.log(sampling.min_p) if sampling.min_p else 0.0
+    min_p_first = bool(sampling.min_p) and sampling.order == "vllm"
+    bans, temperature, stride = uniform if banned is None else banned, sampling.temperature, logits.stride(0)
+    common = {"BLOCK": BLOCK, "CHUNKS": CHUNKS, "BAN": banned is not None, "num_warps": 4}
+    _scan_kernel[(rows, CHUNKS)](
+        logits, bans, eos, statistics, lanes, temperature, vocabulary, stride, length, LANES=LANES, FEW=few, **common
+    )
+    if few:
+        _candidates_kernel[(rows, CHUNKS)](
+            logits, bans, eos, statistics, lanes, places, found, temperature, top_k, log_min_p, vocabulary, stride,
+            length, LANES=LANES, ROOM=room, MIN_P_FIRST=min_p_first, **common,
+        )  # fmt: skip
     _draw_kernel[(rows,)](
-        logits, uniform, uniform if banned is None else banned, eos, ids, logps, filtered, thresholds, counts,
-        values, places, sampling.temperature, top_k, sampling.top_p,
-        math.log(sampling.min_p) if sampling.min_p else 0.0, vocabulary, logits.stride(0),
-        BLOCK=LANES, ROOM=CANDIDATES, FEW=few, TOP_K=0 < top_k < vocabulary, TOP_P=sampling.top_p < 1.0,
-        MIN_P=bool(sampling.min_p), MIN_P_FIRST=sampling.order == "vllm", BAN=banned is not None, num_warps=8,
+        logits, uniform, bans, eos, statistics, places, found, ids, logps, filtered, thresholds, counts,
+        temperature, top_k, sampling.top_p, log_min_p, vocabulary, stride, length,
+        WIDE_BLOCK=WIDE_BLOCK, ROOM=room, MOST=most, FEW=few, TOP_K=0 < top_k < vocabulary,
+        TOP_P=sampling.top_p < 1.0, MIN_P=bool(sampling.min_p), MIN_P_FIRST=min_p_first, **common,
     )  # fmt: skip
     return FusedDraw(ids, logps, filtered, thresholds, counts)
 
@@ -276,5 +388,5 @@ def append_kept(
     """
     _kept_kernel[(len(logits),)](
         logits, thresholds, thresholds if banned is None else banned, eos, offsets, pool, len(pool), temperature,
-        logits.shape[1], logits.stride(0), BLOCK=LANES, BAN=banned is not None, num_warps=8,
+        logits.shape[1], logits.stride(0), BLOCK=WIDE_BLOCK, BAN=banned is not None, num_warps=8,
     )  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from groupwise.errors import InputError
 from groupwise.model.cache import bytes_per_token
 from groupwise.model.device import free_memory
@@ -45,6 +47,7 @@ def plan_cache(
     all_rows: bool = False,
     grows: bool = False,
     keeps: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> CachePlan:
     """Slots for all samples, or as many as ``max_num_seqs`` and the memory allow, and a pool for their prompts.
 
@@ -52,9 +55,10 @@ def plan_cache(
     page after another (``grows``), the pages are small and fill the memory.
     held_bytes: the size of the cache of an earlier call, which counts as free.
     all_rows: always ``max_num_seqs`` slots, or an error.
+    dtype: of the stored keys and values, by default the model's.
     keeps: where pages fill the memory, leave half of those that are not needed at once to `KeptTokens`.
     """
-    per_token = bytes_per_token(handle.shapes, handle.dtype)
+    per_token = bytes_per_token(handle.shapes, dtype or handle.dtype)
     budget = cache_bytes
     if budget is None:
         budget = int((free_memory(handle.device) + held_bytes) * FREE_MEMORY_SHARE)

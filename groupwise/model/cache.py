@@ -48,13 +48,24 @@ class LayerCache(NamedTuple):
 
 
 class SharedCache:
-    """Room for ``prompt_tokens`` of prompts, and ``pages`` of ``page_tokens`` for up to ``slots`` running samples."""
+    """Room for ``prompt_tokens`` of prompts, and ``pages`` of ``page_tokens`` for up to ``slots`` running samples.
 
-    def __init__(self, handle: ModelHandle, prompt_tokens: int, slots: int, pages: int, page_tokens: int) -> None:
-        self.handle = handle
+    dtype: of the stored keys and values, by default the model's; with float8, they are rounded when they are written.
+    """
+
+    def __init__(
+        self,
+        handle: ModelHandle,
+        prompt_tokens: int,
+        slots: int,
+        pages: int,
+        page_tokens: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.handle, self.dtype = handle, dtype
         self.prompt_tokens, self.slots, self.pages, self.page_tokens = prompt_tokens, slots, pages, page_tokens
         # Zeros, not uninitialised memory: a masked position has weight 0, and 0 · NaN is NaN.
-        zeros = partial(torch.zeros, dtype=handle.dtype, device=handle.device)
+        zeros = partial(torch.zeros, dtype=dtype or handle.dtype, device=handle.device)
         pool, page = (prompt_tokens,), (pages + 1, page_tokens)
         self.layers = [
             LayerCache(*(zeros(*size, *shape) for size in (pool, pool, page, page))) for shape in handle.shapes
@@ -79,7 +90,7 @@ class SharedCache:
         keys, model = self.layers[0].page_keys, self.handle
         large = prompt_tokens <= self.prompt_tokens and slots <= self.slots
         large = large and pages <= self.pages and page_tokens <= self.page_tokens
-        return large and (keys.device, keys.dtype) == (model.device, model.dtype)
+        return large and (keys.device, keys.dtype) == (model.device, self.dtype or model.dtype)
 
     def release(self) -> None:
         """Free the memory."""
@@ -98,23 +109,42 @@ class SharedCache:
         first, last = min(pages), max(pages) + 1
         places: Any = slice(first, last) if len(pages) == last - first else list(pages)
         for layer in self.layers:
-            layer.page_keys[places] = 0
-            layer.page_values[places] = 0
+            for stored in (layer.page_keys, layer.page_values):
+                _indexable(stored)[places] = 0
 
     def read_pages(self, pages: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """The keys and values of these pages in each layer, on the host; a GPU may still be copying them."""
         numbers = self._numbers(pages)
-        return [(_to_host(layer.page_keys[numbers]), _to_host(layer.page_values[numbers])) for layer in self.layers]
+        stored = ([_indexable(pages) for pages in (layer.page_keys, layer.page_values)] for layer in self.layers)
+        return [(_to_host(keys[numbers]), _to_host(values[numbers])) for keys, values in stored]
 
     def write_pages(self, pages: Sequence[int], contents: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Write what `read_pages` has read to other pages."""
         numbers = self._numbers(pages)
         for layer, (keys, values) in zip(self.layers, contents, strict=True):
-            layer.page_keys[numbers] = keys.to(numbers.device, non_blocking=True)
-            layer.page_values[numbers] = values.to(numbers.device, non_blocking=True)
+            _indexable(layer.page_keys)[numbers] = keys.to(numbers.device, non_blocking=True)
+            _indexable(layer.page_values)[numbers] = values.to(numbers.device, non_blocking=True)
 
     def _numbers(self, pages: Sequence[int]) -> Tensor:
         return to_device(torch.tensor(pages, dtype=torch.long), self.handle.device)
+
+
+def _indexable(stored: Tensor) -> Tensor:
+    """float8 as bytes, because PyTorch indexes it in few operations; other tensors as they are."""
+    return stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
+
+
+def _store(stored: Tensor, places: Tensor, new: Tensor) -> None:
+    """Write ``new`` to these places of the first dimension."""
+    if stored.dtype != new.dtype:
+        largest = torch.finfo(stored.dtype).max  # beyond it, the conversion gives NaN
+        new = new.clamp(-largest, largest).to(stored.dtype)
+    _indexable(stored).index_copy_(0, places, _indexable(new))
+
+
+def _read(stored: Tensor, places: Any, dtype: torch.dtype) -> Tensor:
+    """What is at these places of the first dimension."""
+    return _indexable(stored)[places].view(stored.dtype).to(dtype)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -145,8 +175,8 @@ class PrefillLayout(PackedLayout):
     def write(self, inputs: AttentionInputs) -> LayerCache:
         """Store the new keys and values in the pool."""
         cache: LayerCache = getattr(inputs.module, CACHE_ATTRIBUTE)
-        cache.pool_keys.index_copy_(0, self.places, inputs.key[0].transpose(0, 1))
-        cache.pool_values.index_copy_(0, self.places, inputs.value[0].transpose(0, 1))
+        _store(cache.pool_keys, self.places, inputs.key[0].transpose(0, 1))
+        _store(cache.pool_values, self.places, inputs.value[0].transpose(0, 1))
         return cache
 
 
@@ -244,15 +274,20 @@ class DecodeLayout:
         module, query, key, value, scale, window, softcap = inputs
         cache: LayerCache = getattr(module, CACHE_ATTRIBUTE)
         for stored, new in ((cache.page_keys, key), (cache.page_values, value)):
-            stored.flatten(0, 1).index_copy_(0, self.places, new[:, :, 0])
+            _store(stored.flatten(0, 1), self.places, new[:, :, 0])
         rows, heads, _, width = query.shape
         kv_heads = key.shape[1]
         per_head = heads // kv_heads
         query = query.view(rows, kv_heads, per_head, width)
         own_keys, own_values = (
-            (x[:rows] if self.in_order else x[self.used].flatten(1, 2))[:, : self.longest].transpose(1, 2)
+            _read(x, slice(rows) if self.in_order else self.used, query.dtype)
+            .view(rows, -1, kv_heads, width)[:, : self.longest]
+            .transpose(1, 2)
             for x in (cache.page_keys, cache.page_values)
         )
+        if cache.pool_keys.dtype != query.dtype:
+            pool_keys, pool_values = (_read(x, slice(None), query.dtype) for x in (cache.pool_keys, cache.pool_values))
+            cache = cache._replace(pool_keys=pool_keys, pool_values=pool_values)
         visible = None if self.even else self.visible
         if window is not None:
             at = torch.arange(self.longest, device=query.device)

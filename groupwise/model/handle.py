@@ -48,11 +48,21 @@ class Head(NamedTuple):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits ``(…, V)`` in float32, or in float64 for a float64 model."""
+        return self._finish(self._product(hidden))
+
+    def rounded_logits(self, hidden: Tensor) -> Tensor:
+        """The same numbers in half precision where the product has it and nothing follows: half as much to read."""
+        raw = self._product(hidden)
+        plain = self.bias is None and self.scale == 1.0 and self.softcap is None
+        return raw if plain else self._finish(raw)
+
+    def _product(self, hidden: Tensor) -> Tensor:
         if self.float32 and hidden.is_cuda:
-            raw = float32_product(hidden, self.weight)
-        else:
-            dtype = torch.promote_types(hidden.dtype, torch.float32) if self.float32 else hidden.dtype
-            raw = small_batch_matmul(hidden.to(dtype), self.weight.to(dtype))
+            return float32_product(hidden, self.weight)
+        dtype = torch.promote_types(hidden.dtype, torch.float32) if self.float32 else hidden.dtype
+        return small_batch_matmul(hidden.to(dtype), self.weight.to(dtype))
+
+    def _finish(self, raw: Tensor) -> Tensor:
         return finish_logits(raw, self.bias, self.scale, self.softcap, 1.0)
 
 
@@ -144,14 +154,20 @@ class CompiledLayers:
     layer that cannot be traced), the layers run uncompiled from then on, with a warning.
     """
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], model: PreTrainedModel) -> None:
         self.calls = [(layer, _compile(layer._call_impl)) for layer in layers]
+        # Asking transformers whether they checkpoint would walk through all modules in every pass.
+        self.checkpointing: list[Any] = [part for part in model.modules() if hasattr(part, "gradient_checkpointing")]
         self.stay = False
 
     def run(self, function: Callable[[], Tensor], model: PreTrainedModel) -> Tensor:
         if not self.calls:
             return function()
-        if model.is_gradient_checkpointing and model.training and torch.is_grad_enabled():
+        if (
+            torch.is_grad_enabled()
+            and model.training
+            and any(part.gradient_checkpointing for part in self.checkpointing)
+        ):
             self.stay = True  # the backward pass must recompute the layers in the same way
         try:
             self._install([call for _, call in self.calls])
@@ -237,7 +253,7 @@ def prepare(
     layers, head = decoder_layers(inner), inspected.head
     if float32_head and head is not None:
         inspected = replace(inspected, head=head._replace(float32=True))
-    return replace(inspected, compiled=CompiledLayers(layers) if compile and layers else None)
+    return replace(inspected, compiled=CompiledLayers(layers, inner) if compile and layers else None)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

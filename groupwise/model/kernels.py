@@ -1,10 +1,11 @@
 """Decode attention on a GPU: one new token per row; a shared prompt is read once for up to sixteen rows.
 
-Two Triton kernels. The first handles a tile, up to sixteen samples of one prompt, and reads the prompt's keys and
-values once for all of them; their queries, sixteen samples times the query heads per KV head, fill a matrix product.
-The second handles one sample: it stores the new key and value, attends to the sample's slot, and merges both results by
-their log-sum-exps. Which rows form a tile is data, not shape, so that every step has the same launch and can be
-captured in a CUDA graph.
+Two Triton kernels. The first handles tiles, up to sixteen samples of one prompt, and reads the prompt's keys and values
+once for all of a tile, or of half of it: with more than 64 queries (samples times query heads per KV head) a program
+would run out of registers. The second handles one sample: it stores the new key and value, attends to the sample's
+slot, and merges both results by their log-sum-exps. Which rows form a tile is data, not shape, so that every step has
+the same launch and can be captured in a CUDA graph. There may be as many tiles as rows, but hardly ever are; so a
+program of the first kernel takes one tile after another.
 
 Import this module only where Triton is installed.
 """
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from groupwise.model.decode_inputs import TILE_ROWS
 from groupwise.model.handle import ModelHandle
+
+MAX_QUERIES = 64  # of a program
 
 
 @triton.jit
@@ -41,56 +44,63 @@ def dot(a, b, EXACT: tl.constexpr):
 @triton.jit
 def _prompt_kernel(
     query, pool_keys, pool_values, tile_starts, tile_lengths, tile_rows, positions, out, lse,
-    scale, window, softcap, rows, query_row, query_head, pool_token, pool_head, splits,
+    scale, window, softcap, rows, query_row, query_head, pool_token, pool_head, splits, tiles,
     HEADS: tl.constexpr, PER_HEAD: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
+    PART: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(tile_lengths + tile)
-    if length == 0:
-        return
-    start = tl.load(tile_starts + tile)
+    head, split = tl.program_id(1), tl.program_id(2)
     lane = tl.arange(0, QUERIES)
     member, offset = lane // PER_HEAD, lane % PER_HEAD
-    row = tl.load(tile_rows + tile * TILE + member, mask=member < TILE, other=-1)
-    valid = row >= 0
-    row = tl.where(valid, row, 0)
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
-    q_at = query + row[:, None] * query_row + (head * PER_HEAD + offset)[:, None] * query_head + column[None, :]
-    q = tl.load(q_at, mask=valid[:, None] & inside[None, :], other=0.0)
-    at = tl.load(positions + row, mask=valid, other=0)
-    per_split = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
-    first = split * per_split
-    last = tl.minimum(first + per_split, length)
-    largest = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    result = tl.zeros([QUERIES, PADDED], tl.float32)
-    for block in range(first, last, BLOCK):
-        place = block + tl.arange(0, BLOCK)
-        there = place < last
-        kv = (start + place).to(tl.int64)[:, None] * pool_token + head * pool_head + column[None, :]
-        mask = there[:, None] & inside[None, :]
-        k = tl.load(pool_keys + kv, mask=mask, other=0.0)
-        scores = dot(q, tl.trans(k), EXACT) * scale
-        scores = capped(scores, softcap, CAPPED)
-        visible = there[None, :] & valid[:, None]
-        if WINDOWED:
-            visible = visible & (at[:, None] - place[None, :] < window)
-        scores = tl.where(visible, scores, float("-inf"))
-        larger = tl.maximum(largest, tl.max(scores, 1))
-        safe = tl.where(larger == float("-inf"), 0.0, larger)  # a window may hide the block
-        weights = tl.exp(scores - safe[:, None])
-        shrink = tl.exp(largest - safe)
-        v = tl.load(pool_values + kv, mask=mask, other=0.0)
-        result = result * shrink[:, None] + dot(weights.to(v.dtype), v, EXACT)
-        total = total * shrink + tl.sum(weights, 1)
-        largest = larger
-    some = total > 0
-    result = result / tl.where(some, total, 1.0)[:, None]
-    place = (split * rows + row) * (HEADS * PER_HEAD) + head * PER_HEAD + offset
-    tl.store(lse + place, tl.where(some, largest + tl.log(tl.where(some, total, 1.0)), float("-inf")), mask=valid)
-    tl.store(out + place[:, None] * WIDTH + column[None, :], result, mask=valid[:, None] & inside[None, :])
+    unit = tl.program_id(0)  # a tile, or a part of one; those in use come first
+    length = tl.load(tile_lengths + unit // (TILE // PART))
+    while length > 0:
+        tile, first_member = unit // (TILE // PART), unit % (TILE // PART) * PART
+        start = tl.load(tile_starts + tile)
+        row = tl.load(tile_rows + tile * TILE + first_member + member, mask=member < PART, other=-1)
+        valid = row >= 0
+        row = tl.where(valid, row, 0)
+        q_at = query + row[:, None] * query_row + (head * PER_HEAD + offset)[:, None] * query_head + column[None, :]
+        q = tl.load(q_at, mask=valid[:, None] & inside[None, :], other=0.0)
+        at = tl.load(positions + row, mask=valid, other=0)
+        per_split = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
+        first = split * per_split
+        last = tl.minimum(first + per_split, length)
+        if tl.load(tile_rows + tile * TILE + first_member) < 0:
+            last = first  # the tile has only members of the part before
+        largest = tl.full([QUERIES], float("-inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        result = tl.zeros([QUERIES, PADDED], tl.float32)
+        for block in range(first, last, BLOCK):
+            place = block + tl.arange(0, BLOCK)
+            there = place < last
+            kv = (start + place).to(tl.int64)[:, None] * pool_token + head * pool_head + column[None, :]
+            mask = there[:, None] & inside[None, :]
+            k = tl.load(pool_keys + kv, mask=mask, other=0.0).to(q.dtype)
+            scores = dot(q, tl.trans(k), EXACT) * scale
+            scores = capped(scores, softcap, CAPPED)
+            visible = there[None, :] & valid[:, None]
+            if WINDOWED:
+                visible = visible & (at[:, None] - place[None, :] < window)
+            scores = tl.where(visible, scores, float("-inf"))
+            larger = tl.maximum(largest, tl.max(scores, 1))
+            safe = tl.where(larger == float("-inf"), 0.0, larger)  # a window may hide the block
+            weights = tl.exp(scores - safe[:, None])
+            shrink = tl.exp(largest - safe)
+            v = tl.load(pool_values + kv, mask=mask, other=0.0).to(q.dtype)
+            result = result * shrink[:, None] + dot(weights.to(v.dtype), v, EXACT)
+            total = total * shrink + tl.sum(weights, 1)
+            largest = larger
+        some = total > 0
+        result = result / tl.where(some, total, 1.0)[:, None]
+        place = (split * rows + row) * (HEADS * PER_HEAD) + head * PER_HEAD + offset
+        tl.store(lse + place, tl.where(some, largest + tl.log(tl.where(some, total, 1.0)), float("-inf")), mask=valid)
+        tl.store(out + place[:, None] * WIDTH + column[None, :], result, mask=valid[:, None] & inside[None, :])
+        unit += tl.num_programs(0)
+        tile = unit // (TILE // PART)
+        length = tl.load(tile_lengths + tile, mask=tile < tiles, other=0)
 
 
 @triton.jit
@@ -130,13 +140,13 @@ def _completion_kernel(
             there = there & (length - place < window)
         kv = base + place[:, None] * token_stride + column[None, :]
         mask = there[:, None] & inside[None, :]
-        k = tl.load(slot_keys + kv, mask=mask, other=0.0)
+        k = tl.load(slot_keys + kv, mask=mask, other=0.0).to(q.dtype)
         scores = dot(q, tl.trans(k), EXACT) * scale
         scores = tl.where(there[None, :], capped(scores, softcap, CAPPED), float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp(scores - larger[:, None])
         shrink = tl.exp(largest - larger)
-        v = tl.load(slot_values + kv, mask=mask, other=0.0)
+        v = tl.load(slot_values + kv, mask=mask, other=0.0).to(q.dtype)
         result = result * shrink[:, None] + dot(weights.to(v.dtype), v, EXACT)
         total = total * shrink + tl.sum(weights, 1)
         largest = larger
@@ -180,7 +190,7 @@ def decode_attention(
         query, key, value, slot_keys, slot_values, slots, lengths, prompt_lengths, part, lse, out,
         scale, window, softcap, rows, query.stride(0), query.stride(1), key.stride(0), key.stride(1),
         value.stride(0), value.stride(1), slot_keys.stride(0), slot_keys.stride(1), slot_keys.stride(2),
-        QUERIES=max(16, triton.next_power_of_2(heads // kv_heads)), SPLITS=splits, **constants,
+        QUERIES=max(16, triton.next_power_of_2(heads // kv_heads)), SPLITS=splits, num_stages=2, **constants,
     )  # fmt: skip
     return out
 
@@ -202,12 +212,23 @@ def attend_prompts(
     scale: float, window: int, softcap: float, splits: int, constants: dict[str, Any],
 ) -> None:  # fmt: skip
     """Attention of each row to its prompt, in ``splits`` parts, into the first of ``part`` and ``lse``."""
-    _prompt_kernel[(len(tile_starts), constants["HEADS"], splits)](
+    part_rows = tile_part(constants["PER_HEAD"])
+    programs = min(len(tile_starts), 2 * -(-len(query) // TILE_ROWS)) * (TILE_ROWS // part_rows)
+    _prompt_kernel[(programs, constants["HEADS"], splits)](
         query, pool_keys, pool_values, tile_starts, tile_lengths, tile_rows, positions, part, lse,
         scale, window, softcap, len(query), query.stride(0), query.stride(1), pool_keys.stride(0), pool_keys.stride(1),
-        splits,
-        TILE=TILE_ROWS, QUERIES=max(16, triton.next_power_of_2(TILE_ROWS * constants["PER_HEAD"])), **constants,
+        splits, len(tile_starts),
+        TILE=TILE_ROWS, PART=part_rows, QUERIES=max(16, triton.next_power_of_2(part_rows * constants["PER_HEAD"])),
+        **constants,
     )  # fmt: skip
+
+
+def tile_part(per_head: int) -> int:
+    """How many samples of a tile a program handles: a power of two with at most 64 queries where that is possible."""
+    part = TILE_ROWS
+    while part > 1 and part * per_head > MAX_QUERIES:
+        part //= 2
+    return part
 
 
 @decode_attention.register_fake

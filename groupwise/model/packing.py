@@ -17,7 +17,7 @@ from groupwise.errors import InputError
 from groupwise.model.handle import ModelHandle
 from groupwise.model.tree import plan_tree_packs, sort_contexts
 
-CPU_TOKENS, MAX_TOKENS = 4096, 65536
+CPU_TOKENS, MAX_TOKENS = 4096, 40960
 MEMORY_SHARE = 0.35  # of a GPU, for the activations of one pack
 
 Ids = Sequence[int] | Tensor
@@ -88,7 +88,7 @@ def plan_packs(
 
 
 def default_token_budget(handle: ModelHandle) -> int:
-    """4,096 tokens on a CPU; on a GPU what a third of its memory holds, at most 65,536.
+    """4,096 tokens on a CPU; on a GPU what a third of its memory holds, at most 40,960.
 
     It depends on the GPU and the model only, not on the free memory: packs decide in which order gradients are summed,
     and a run must be repeatable.

@@ -77,14 +77,14 @@ def _page_kernel(
             seen = there & (length - place < window)
         kv = (page * page_stride + place % PAGE * token_stride + head * head_stride)[:, None] + column[None, :]
         mask = seen[:, None] & inside[None, :]
-        k = tl.load(page_keys + kv, mask=mask, other=0.0)
+        k = tl.load(page_keys + kv, mask=mask, other=0.0).to(q.dtype)
         scores = dot(q, tl.trans(k), EXACT) * scale
         scores = tl.where(seen[None, :], capped(scores, softcap, CAPPED), float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
         safe = tl.where(larger == float("-inf"), 0.0, larger)  # a window may hide the block
         weights = tl.exp(scores - safe[:, None])
         shrink = tl.exp(largest - safe)
-        v = tl.load(page_values + kv, mask=mask, other=0.0)
+        v = tl.load(page_values + kv, mask=mask, other=0.0).to(q.dtype)
         result = result * shrink[:, None] + dot(weights.to(v.dtype), v, EXACT)
         total = total * shrink + tl.sum(weights, 1)
         largest = larger
@@ -158,7 +158,7 @@ def paged_decode_attention(
         value.stride(0), value.stride(1), table.stride(0),
         page_keys.stride(0), page_keys.stride(1), page_keys.stride(2), prompt_splits, splits,
         QUERIES=max(16, triton.next_power_of_2(heads // kv_heads)), PAGE=page_keys.shape[1], LEAST=LEAST_TOKENS,
-        **constants,
+        num_stages=2, **constants,
     )  # fmt: skip
     _merge_kernel[(rows, heads)](
         part, lse, out, lengths, prompt_lengths, window, rows, splits,

@@ -15,7 +15,7 @@ LOGITS = 3 * 512 * 2**20  # a chunk of float32 logits, its gradient and its roun
 RESERVED = 2 * 2**30  # the CUDA context, the libraries' workspaces, fragmentation
 FREE_MEMORY_SHARE = 0.7  # of what is free, for the engine's cache (generate/memory.py)
 SERVER_SHARE = 0.9  # vLLM's gpu_memory_utilization
-MAX_BUDGET, BUDGET_SHARE = 65536, 0.35  # of the default token budget (model/packing.py)
+MAX_BUDGET, BUDGET_SHARE = 40960, 0.35  # of the default token budget (model/packing.py)
 
 Bytes = dict[str, float]
 

@@ -32,7 +32,7 @@ class StepWork:
     samples: int
     answer_tokens: float
     max_tokens: int
-    max_num_seqs: int = 512
+    max_num_seqs: int = 1024
     passes: int = 1
     forwards: float = 0
     updates: int = 1
@@ -161,7 +161,7 @@ def work_of(recipe: Recipe, prompt_tokens: float | None = None, answer_tokens: f
         samples=sampling.samples_per_prompt,
         answer_tokens=mean,
         max_tokens=sampling.max_new_tokens,
-        max_num_seqs=sampling.max_num_seqs or 512,
+        max_num_seqs=sampling.max_num_seqs or 1024,
         passes=recipe.train.iterations,
         forwards=int(updates > 1 or loss.importance_cap is not None) + int(reference),
         updates=updates,

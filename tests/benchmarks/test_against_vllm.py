@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import against_vllm
 import pytest
-from against_vllm import HEADER, Cell, compare, in_turn, memory_of, memory_share, one_after_the_other, row, samplers
+from against_vllm import (
+    HEADER,
+    Cell,
+    compare,
+    in_turn,
+    memory_of,
+    memory_share,
+    one_after_the_other,
+    row,
+    samplers,
+    start_together,
+)
 from common import counts, shapes
 from sides import Job, SideError, SideProcess
 
@@ -16,9 +28,10 @@ from tests.benchmarks.scripts import run_script
 
 ARGS = argparse.Namespace(
     device="cpu", dtype="float32", prompt_tokens=10, samples=3, new_tokens=5, repeat=2, eager=False, timeout=60,
-    json=None, memory_share=None, shapes=["tiny-shape"], model=None, prompts=[2, 4], only=["topk40", "plain"],
+    json=None, memory_share=None, together=False, shapes=["tiny-shape"], model=None, prompts=[2, 4],
+    only=["topk40", "plain"],
 )  # fmt: skip
-LIMITS = {"bandwidth": 0.1, "arithmetic": 0.3, "copy_rate": 1e9}
+LIMITS = {"bandwidth": 0.1, "arithmetic": 0.3, "copy_rate": 1e9, "at_matmul_rate": 0.2}
 SMALL = ("--shapes", "tiny", "--samples", "2", "--new-tokens", "4", "--prompt-tokens", "6", "--repeat", "1")
 
 
@@ -189,6 +202,44 @@ def test_a_complete_run_and_what_is_left_of_it(tmp_path):
     assert again.returncode == 1
     assert "has 3 finished results" in again.stdout
     assert "not measured: tiny-shape 3 plain-logprobs: vllm: ValueError: the stand-in fails" in again.stdout
+
+
+def test_what_the_memory_does_not_hold_together_is_left_out(monkeypatch):
+    started: list[tuple[str, str, int]] = []
+
+    class Started:
+        def __init__(self, side, folder, options, limit):
+            started.append((side, folder, options["sequences"]))
+            self.close = lambda: None
+
+    monkeypatch.setattr(against_vllm, "SideProcess", Started)
+    monkeypatch.setattr(against_vllm, "save_checkpoint", lambda *_: None)
+    cells = {"tiny-shape": [Cell("tiny-shape", prompts, "plain") for prompts in (2, 4000)]}
+    monkeypatch.setattr(against_vllm, "total_memory", lambda device: 5 * 2**30)
+    failures: list[str] = []
+    with ExitStack() as stack:
+        sides = start_together(ARGS, cells, stack, failures)
+    assert [cell.prompts for cell in cells["tiny-shape"]] == [2]
+    assert len(failures) == 1
+    assert "tiny-shape 4000 plain: the memory does not hold it" in failures[0]
+    assert set(sides["tiny-shape"]) == {"groupwise", "vllm"}
+    assert {count for *_, count in started} == {6}
+    monkeypatch.setattr(against_vllm, "total_memory", lambda device: 1000)
+    with ExitStack() as stack:
+        assert start_together(ARGS, cells, stack, failures) == {}
+    assert len(failures) == 2
+
+
+@pytest.mark.slow
+def test_sides_that_start_together(tmp_path):
+    out = tmp_path / "r.json"
+    options = ("--against", "vllm", *SMALL, "--prompts", "1,2", "--together", "--json", str(out))
+    done = run_script("generate.py", *options, stand_in=True)
+    assert done.returncode == 0, done.stderr
+    assert list(json.loads(out.read_text())["results"]) == ["tiny-shape 1 topk40", "tiny-shape 2 topk40"]
+    failing = run_script("generate.py", *options[:-2], stand_in=True, STAND_IN_FAILS="start")
+    assert failing.returncode == 1
+    assert "the stand-in has no memory" in failing.stdout
 
 
 @pytest.mark.slow

@@ -176,13 +176,13 @@ def test_a_side_generates_before_it_trains(faked):
     assert sum(entry.startswith("vllm") for entry in faked.asked) == 4
 
 
-def test_the_size_of_the_cache_is_for_those_that_can_set_it():
+def test_the_size_of_the_cache_is_that_of_both_sides():
     args, points = two_points(cache_mib=5)
     ours, theirs = (lengths.options_of(args, side, points, 200) for side in ("groupwise", "vllm"))
     assert ours == {"device": "cpu", "sequences": 16, "dtype": "float32", "cache_mib": 5, "clock": "wall"}
     assert theirs["cache_mib"] == 5
     args.device = "cuda"
-    assert "cache_mib" not in lengths.options_of(args, "vllm", points, 200)
+    assert lengths.options_of(args, "vllm", points, 200)["cache_mib"] == 5
 
 
 def test_what_is_finished_is_not_measured_again(faked, tmp_path):

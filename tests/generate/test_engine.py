@@ -348,11 +348,6 @@ def test_few_samples_are_preempted_where_the_expected_length_is_kept_free(monkey
     assert expected_length.stats["preempted"] < greedy_admission.stats["preempted"] / 2
 
 
-def test_growing_with_reserved_memory_is_refused():
-    with pytest.raises(InputError, match="leave one of them out"):
-        Engine(HANDLES["llama"], isolated=True, grow_on_gpu=True)
-
-
 @pytest.mark.parametrize("name", ["cache_bytes", "max_num_seqs", "prefill_tokens"])
 def test_bad_engine_settings(name):
     with pytest.raises(InputError, match=f"{name} must be an integer of at least 1"):

@@ -11,10 +11,10 @@ from torch import nn
 
 from groupwise.core.filters import KeptSets
 from groupwise.errors import NotFiniteError
-from groupwise.generate import Engine, PlainGenerator, Rollout, Sampling
+from groupwise.generate import Engine, PlainGenerator, Rollout, Sampling, memory
 from groupwise.generate.sampling import draw
 from groupwise.model.attention import AttentionInputs
-from groupwise.model.cache import CACHE_ATTRIBUTE, DecodeLayout, LayerCache
+from groupwise.model.cache import CACHE_ATTRIBUTE, DecodeLayout, LayerCache, bytes_per_token
 from groupwise.model.decode_inputs import TILE_ROWS
 from groupwise.model.handle import prepare
 from groupwise.model.logprobs import completion_logps
@@ -42,7 +42,10 @@ COUNTS = [3, 1, 4, 2, 4]
     ],
 )
 @pytest.mark.parametrize("splits", [1, 3])
-def test_decode_attention(heads, kv_heads, width, window, softcap, dtype, splits):
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_decode_attention(heads, kv_heads, width, window, softcap, dtype, splits, alone, rounded):
+    """alone: each row has its own prompt, so that a program takes several tiles. rounded: an eight-bit cache."""
     from groupwise.model.kernels import decode_attention
 
     generator = torch.Generator(device="cuda").manual_seed(0)
@@ -54,11 +57,15 @@ def test_decode_attention(heads, kv_heads, width, window, softcap, dtype, splits
     cache = LayerCache(
         *(randn(700, kv_heads, width) for _ in range(2)), *(randn(slots + 1, length, kv_heads, width) for _ in range(2))
     )
+    if rounded:
+        cache = LayerCache(*(tensor.to(torch.float8_e4m3fn) for tensor in cache))
     copy = LayerCache(*(tensor.clone() for tensor in cache))
     slot = torch.randperm(slots)[:rows].cuda()
     lengths = torch.randint(0, length, (rows,)).cuda()
     groups = [(10, 600, slice(0, 18)), (650, 5, slice(18, 20)), (620, 20, slice(20, 22))]
-    prompt = torch.tensor([600] * 18 + [5] * 2 + [20] * 2).cuda()
+    if alone:
+        groups = [(25 * number, 1 + number, slice(number, number + 1)) for number in range(rows)]
+    prompt = torch.tensor([size for _, size, of in groups for _ in range(of.start, of.stop)]).cuda()
     query, key, value = randn(rows, heads, 1, width), randn(rows, kv_heads, 1, width), randn(rows, kv_heads, 1, width)
     module = nn.Module()
     setattr(module, CACHE_ATTRIBUTE, LayerCache(*(tensor.float() for tensor in cache)))
@@ -67,7 +74,11 @@ def test_decode_attention(heads, kv_heads, width, window, softcap, dtype, splits
     )
     starts, sizes = torch.zeros(2, rows, dtype=torch.int32)
     members = torch.full((rows, TILE_ROWS), -1, dtype=torch.int32)
-    tiles = [(10, 600, 0, 16), (10, 600, 16, 18), (650, 5, 18, 20), (620, 20, 20, 22)]
+    tiles = [
+        (start, size, first, min(first + TILE_ROWS, of.stop))
+        for start, size, of in groups
+        for first in range(of.start, of.stop, TILE_ROWS)
+    ]
     for tile, (start, size, first, last) in enumerate(tiles):
         starts[tile], sizes[tile] = start, size
         members[tile, : last - first] = torch.arange(first, last)
@@ -76,8 +87,8 @@ def test_decode_attention(heads, kv_heads, width, window, softcap, dtype, splits
     close = 2e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(got.float(), wanted, rtol=0, atol=close)
     stored: LayerCache = getattr(module, CACHE_ATTRIBUTE)
-    assert torch.equal(copy.page_keys.float(), stored.page_keys)
-    assert torch.equal(copy.page_values.float(), stored.page_values)
+    assert torch.equal(copy.page_keys.float(), stored.page_keys.to(copy.page_keys.dtype).float())
+    assert torch.equal(copy.page_values.float(), stored.page_values.to(copy.page_keys.dtype).float())
 
 
 @pytest.mark.parametrize(
@@ -91,22 +102,25 @@ def test_decode_attention(heads, kv_heads, width, window, softcap, dtype, splits
         {"min_p": 0.1, "min_new_tokens": 1},
         {"top_k": 100, "top_p": 0.7, "min_p": 0.05, "temperature": 1.3, "min_new_tokens": 1},
         {"top_k": 60, "top_p": 0.7, "min_p": 0.05, "order": "vllm"},
+        {"min_new_tokens": 1},
+        {"top_k": 900},
     ],
 )
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "flat"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "ties", "flat"])
 def test_the_kernel_samples_what_the_sampler_samples(settings, kind):
-    """bfloat16 has many ties, and flat logits are all tied."""
+    """Rounded logits have many ties, and flat ones are all tied."""
     from groupwise.generate.kernels import append_kept, draw_rows
 
     vocabulary, rows, sampling = 50_000, 64, Sampling(**settings)
     logits = torch.randn(rows, vocabulary).cuda() * 3
-    logits = {"float32": logits, "bfloat16": logits.bfloat16().float(), "flat": torch.zeros_like(logits)}[kind]
+    rounded = logits.bfloat16()
+    logits = {"float32": logits, "bfloat16": rounded, "ties": rounded.float(), "flat": torch.zeros_like(logits)}[kind]
     uniform = torch.rand(rows).cuda()
     eos = torch.zeros(vocabulary, dtype=torch.bool)
     eos[:5000] = True
     eos = eos.cuda()
     banned = torch.arange(rows).cuda() % 2 == 0 if sampling.min_new_tokens else None
-    wanted = draw(logits, uniform, banned, eos, sampling)
+    wanted = draw(logits.float(), uniform, banned, eos, sampling)
     got = draw_rows(logits, uniform, banned, eos, sampling)
     sets = KeptSets.from_logits(wanted.filtered)
     assert torch.equal(got.counts.long(), sets.offsets.diff())
@@ -340,3 +354,20 @@ def test_a_cache_too_large_for_the_device():
     engine = Engine(dataclasses.replace(handle, context_length=None), max_num_seqs=10**4)
     with pytest.raises(InputError, match="the free memory"):
         engine.generate([[1]], 10**4, Sampling(max_new_tokens=10**6))
+
+
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_graphs_with_an_eight_bit_cache(name, grows, monkeypatch):
+    """They sample what single operations sample from the same rounded keys and values, also from page to page."""
+    monkeypatch.setattr(memory, "GPU_PAGE_TOKENS", 4)
+    handle = prepare(tiny(name, torch.float32).cuda(), compile=False)
+    limit = bytes_per_token(handle.shapes, torch.float8_e4m3fn) * (sum(map(len, PROMPTS)) + 4 * 40) if grows else None
+    options = {"kv_cache_dtype": "fp8", "max_num_seqs": 6, "cache_bytes": limit}
+    sampling = Sampling(max_new_tokens=40, eos_ids=(3, 5))
+    graphs = Engine(handle, **options)
+    for _ in range(2):
+        got = graphs.generate(PROMPTS, COUNTS, sampling)
+        assert_same(got, Engine(handle, **options, graphs=False).generate(PROMPTS, COUNTS, sampling))
+    if grows:
+        assert got.stats["preempted"] > 0

@@ -33,7 +33,7 @@ def test_turns_are_those_without_keeping(name, kind, tokens, monkeypatch):
     handle, rng = prepare(tiny(name, torch.float32).cuda(), compile=False), random.Random(1)
     sampling = Sampling(max_new_tokens=60, seed=4, **{"eos_ids": (3, 5, 7, 9, 11), **SETTINGS[kind]})
     limit = None if tokens is None else tokens * bytes_per_token(handle.shapes, handle.dtype)
-    engine = Engine(handle, max_num_seqs=8, cache_bytes=limit, grow_on_gpu=limit is not None, keep_on_gpu=True)
+    engine = Engine(handle, max_num_seqs=8, cache_bytes=limit, keep_on_gpu=True)
     plain = Engine(handle, max_num_seqs=8)
     contexts, stats = [random_ids(rng, 1, 20) for _ in range(4)], []
     with engine.keeping():
@@ -54,15 +54,14 @@ def test_turns_are_those_without_keeping(name, kind, tokens, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("grow", [False, True])
-def test_the_sampler_agrees_with_training_in_compiled_layers(name, grow):
+def test_the_sampler_agrees_with_training_in_compiled_layers(name):
     """In bfloat16, with the flash kernels and their windows."""
     model = tiny(name, torch.float32).cuda()
     set_precision(model, torch.bfloat16)
     handle, rng = prepare(model, compile=True), random.Random(2)
     sampling = Sampling(max_new_tokens=30, temperature=0.9, eos_ids=())
     contexts = [random_ids(rng, 1, 30) for _ in range(5)]
-    engine = Engine(handle, grow_on_gpu=grow, keep_on_gpu=True)
+    engine = Engine(handle, keep_on_gpu=True)
     with engine.keeping():
         for _ in range(3):
             rollout = engine.generate(contexts, 1, sampling)
