@@ -329,7 +329,8 @@ def row(args: argparse.Namespace, cell: Cell, result: dict[str, Any]) -> str:
     values = (
         short.get(cell.model, Path(cell.model).name), f"{cell.prompts} × {args.samples}", cell.sampler,
         f"{ours:.3f} s", f"{theirs:.3f} s", f"{theirs / ours:.2f}×", f"{limits['bandwidth']:.3f} s",
-        f"{limits['arithmetic']:.3f} s", f"{limits['at_matmul_rate']:.3f} s", f"{ours / total:.2f}", f"{theirs / total:.2f}",
+        f"{limits['arithmetic']:.3f} s", f"{limits['at_matmul_rate']:.3f} s", f"{ours / total:.2f}",
+        f"{theirs / total:.2f}",
     )  # fmt: skip
     return "".join(
         f"{value:<{-width}}" if width < 0 else f"{value:>{width}}"

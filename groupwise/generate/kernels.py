@@ -36,11 +36,14 @@ LOWEST = tl.constexpr(-3.0e38)
 
 
 @triton.jit
-def _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK: tl.constexpr, BAN: tl.constexpr):
+def _allowed(
+    base, block, temperature, ban, eos, vocabulary, BLOCK: tl.constexpr, BAN: tl.constexpr, TEMPERED: tl.constexpr
+):
     """The ids of a block, its logits after the temperature, and those with banned tokens at −inf."""
     ids = block + tl.arange(0, BLOCK)
     x = tl.load(base + ids, mask=ids < vocabulary, other=float("-inf")).to(tl.float32)
-    x = tl.div_rn(x, temperature)
+    if TEMPERED:
+        x = tl.div_rn(x, temperature)
     y = x
     if BAN:
         ends = tl.load(eos + ids, mask=ids < vocabulary, other=0)
@@ -60,6 +63,7 @@ def _add_exponentials(largest, total, x):
 def _scan_kernel(
     logits, banned, eos, statistics, lanes_out, temperature, vocabulary, logits_row, length,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, FEW: tl.constexpr, BAN: tl.constexpr,
+    TEMPERED: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0), tl.program_id(1)
     base = logits + row.to(tl.int64) * logits_row
@@ -74,7 +78,7 @@ def _scan_kernel(
     count = tl.zeros([BLOCK], tl.int32)
     first = chunk * length
     for block in range(first, tl.minimum(first + length, vocabulary), BLOCK):
-        ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
+        ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN, TEMPERED)
         largest, total = _add_exponentials(largest, total, x)
         if BAN:
             best, mass = _add_exponentials(best, mass, y)
@@ -101,7 +105,7 @@ def _scan_kernel(
 def _candidates_kernel(
     logits, banned, eos, statistics, lanes, places, found_out, temperature, top_k, log_min_p, vocabulary, logits_row,
     length, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, ROOM: tl.constexpr,
-    MIN_P_FIRST: tl.constexpr, BAN: tl.constexpr,
+    MIN_P_FIRST: tl.constexpr, BAN: tl.constexpr, TEMPERED: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0), tl.program_id(1)
     base = logits + row.to(tl.int64) * logits_row
@@ -125,7 +129,7 @@ def _candidates_kernel(
     if tl.load(at + 2 * CHUNKS + chunk) >= low:
         first = chunk * length
         for block in range(first, tl.minimum(first + length, vocabulary), BLOCK):
-            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
+            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN, TEMPERED)
             taken = (y >= low).to(tl.int32)
             number = tl.sum(taken, 0)
             if number > 0:
@@ -164,7 +168,7 @@ def _threshold_in_registers(values, total, least, best, COUNT: tl.constexpr):
 @triton.jit
 def _threshold_over_logits(
     base, temperature, ban, eos, vocabulary, total, least, best,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr, BAN: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, BAN: tl.constexpr, TEMPERED: tl.constexpr,
 ):  # fmt: skip
     """The same over all logits, with a pass for each step."""
     low, high = least, best
@@ -173,7 +177,7 @@ def _threshold_over_logits(
         mass_above = 0.0
         below, beyond = float("-inf"), float("inf")
         for block in range(0, vocabulary, BLOCK):
-            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
+            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN, TEMPERED)
             above = y > middle
             if COUNT:
                 mass_above += tl.sum(above.to(tl.float32), 0)
@@ -195,7 +199,7 @@ def _draw_kernel(
     temperature, top_k, top_p, log_min_p, vocabulary, logits_row, length,
     BLOCK: tl.constexpr, WIDE_BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr, MOST: tl.constexpr,
     FEW: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, MIN_P_FIRST: tl.constexpr,
-    BAN: tl.constexpr,
+    BAN: tl.constexpr, TEMPERED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * logits_row
@@ -228,7 +232,7 @@ def _draw_kernel(
         cumulative = tl.sum(tl.where(chunks < chunk, masses, 0.0), 0)
         first = chunk * length
         for block in range(first, tl.minimum(first + length, vocabulary), BLOCK):
-            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
+            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN, TEMPERED)
             kept = y > float("-inf")
             weights = tl.where(kept, tl.exp(y - best), 0.0)
             beyond = kept & (cumulative + tl.cumsum(weights, 0) > u * kept_total)
@@ -265,29 +269,29 @@ def _draw_kernel(
     else:
         if TOP_K:
             k_threshold = _threshold_over_logits(
-                base, temperature, ban, eos, vocabulary, top_k * 1.0, least, best, True, WIDE_BLOCK, BAN
+                base, temperature, ban, eos, vocabulary, top_k * 1.0, least, best, True, WIDE_BLOCK, BAN, TEMPERED
             )
             threshold = tl.maximum(threshold, k_threshold)
         if TOP_P:
             mass = 0.0
             for block in range(0, vocabulary, WIDE_BLOCK):
-                ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, WIDE_BLOCK, BAN)
+                ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, WIDE_BLOCK, BAN, TEMPERED)
                 mass += tl.sum(tl.where(y >= threshold, tl.exp(y - best), 0.0), 0)
             p_threshold = _threshold_over_logits(
-                base, temperature, ban, eos, vocabulary, top_p * mass, least, best, False, WIDE_BLOCK, BAN
+                base, temperature, ban, eos, vocabulary, top_p * mass, least, best, False, WIDE_BLOCK, BAN, TEMPERED
             )
             threshold = tl.maximum(threshold, p_threshold)
         if MIN_P and not MIN_P_FIRST:
             threshold = tl.maximum(threshold, best + log_min_p)
         for block in range(0, vocabulary, WIDE_BLOCK):
-            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, WIDE_BLOCK, BAN)
+            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, WIDE_BLOCK, BAN, TEMPERED)
             kept = (y >= threshold) & (ids < vocabulary)
             kept_total += tl.sum(tl.where(kept, tl.exp(y - best), 0.0), 0)
             count += tl.sum(kept.to(tl.int32), 0)
             final = tl.maximum(final, tl.max(tl.where(kept, ids, -1), 0))
         cumulative = 0.0
         for block in range(0, vocabulary, WIDE_BLOCK):
-            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, WIDE_BLOCK, BAN)
+            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, WIDE_BLOCK, BAN, TEMPERED)
             kept = (y >= threshold) & (ids < vocabulary)
             weights = tl.where(kept, tl.exp(y - best), 0.0)
             beyond = kept & (cumulative + tl.cumsum(weights, 0) > u * kept_total)
@@ -334,7 +338,7 @@ def draw_rows(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tenso
     log_min_p = math.log(sampling.min_p) if sampling.min_p else 0.0
     min_p_first = bool(sampling.min_p) and sampling.order == "vllm"
     bans, temperature, stride = uniform if banned is None else banned, sampling.temperature, logits.stride(0)
-    common = {"BLOCK": BLOCK, "CHUNKS": CHUNKS, "BAN": banned is not None, "num_warps": 4}
+    common = {"BLOCK": BLOCK, "CHUNKS": CHUNKS, "BAN": banned is not None, "TEMPERED": temperature != 1, "num_warps": 4}
     _scan_kernel[(rows, CHUNKS)](
         logits, bans, eos, statistics, lanes, temperature, vocabulary, stride, length, LANES=LANES, FEW=few, **common
     )
@@ -355,7 +359,7 @@ def draw_rows(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tenso
 @triton.jit
 def _kept_kernel(
     logits, thresholds, banned, eos, offsets, pool, capacity, temperature, vocabulary, logits_row,
-    BLOCK: tl.constexpr, BAN: tl.constexpr,
+    BLOCK: tl.constexpr, BAN: tl.constexpr, TEMPERED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     at, end = tl.load(offsets + row), tl.load(offsets + row + 1)
@@ -366,7 +370,7 @@ def _kept_kernel(
             ban = tl.load(banned + row) != 0
         threshold = tl.load(thresholds + row)
         for block in range(0, vocabulary, BLOCK):
-            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
+            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN, TEMPERED)
             kept = ((y >= threshold) & (y > float("-inf"))).to(tl.int32)
             place = at + tl.cumsum(kept, 0) - kept
             tl.store(pool + place, ids.to(tl.int32), mask=(kept > 0) & (place < capacity))
@@ -388,5 +392,6 @@ def append_kept(
     """
     _kept_kernel[(len(logits),)](
         logits, thresholds, thresholds if banned is None else banned, eos, offsets, pool, len(pool), temperature,
-        logits.shape[1], logits.stride(0), BLOCK=WIDE_BLOCK, BAN=banned is not None, num_warps=8,
+        logits.shape[1], logits.stride(0), BLOCK=WIDE_BLOCK, BAN=banned is not None, TEMPERED=temperature != 1,
+        num_warps=8,
     )  # fmt: skip
