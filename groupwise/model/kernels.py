@@ -42,6 +42,36 @@ def dot(a, b, EXACT: tl.constexpr):
 
 
 @triton.jit
+def attend_block(
+    q, keys, values, kv, mask, visible, scale, softcap, largest, total, result,
+    CAPPED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """One more block of keys: the running largest score, sum of exponentials, and weighted sum of values.
+
+    kv: its places (BLOCK, PADDED) in ``keys`` and ``values``; what ``mask`` leaves out is not read. visible: which
+    queries see which keys; it may be none of them.
+    """
+    k = tl.load(keys + kv, mask=mask, other=0.0).to(q.dtype)
+    scores = capped(dot(q, tl.trans(k), EXACT) * scale, softcap, CAPPED)
+    scores = tl.where(visible, scores, float("-inf"))
+    larger = tl.maximum(largest, tl.max(scores, 1))
+    safe = tl.where(larger == float("-inf"), 0.0, larger)
+    weights = tl.exp(scores - safe[:, None])
+    shrink = tl.exp(largest - safe)
+    v = tl.load(values + kv, mask=mask, other=0.0).to(q.dtype)
+    result = result * shrink[:, None] + dot(weights.to(v.dtype), v, EXACT)
+    return larger, total * shrink + tl.sum(weights, 1), result
+
+
+@triton.jit
+def merge(largest, total, result, other, more):
+    """Take in a result that is complete: its log-sum-exps and its output."""
+    larger = tl.maximum(largest, other)
+    shrink, weight = tl.exp(largest - larger), tl.exp(other - larger)
+    return larger, total * shrink + weight, result * shrink[:, None] + more * weight[:, None]
+
+
+@triton.jit
 def _prompt_kernel(
     query, pool_keys, pool_values, tile_starts, tile_lengths, tile_rows, positions, out, lse,
     scale, window, softcap, rows, query_row, query_head, pool_token, pool_head, splits, tiles,
@@ -78,21 +108,12 @@ def _prompt_kernel(
             there = place < last
             kv = (start + place).to(tl.int64)[:, None] * pool_token + head * pool_head + column[None, :]
             mask = there[:, None] & inside[None, :]
-            k = tl.load(pool_keys + kv, mask=mask, other=0.0).to(q.dtype)
-            scores = dot(q, tl.trans(k), EXACT) * scale
-            scores = capped(scores, softcap, CAPPED)
             visible = there[None, :] & valid[:, None]
             if WINDOWED:
                 visible = visible & (at[:, None] - place[None, :] < window)
-            scores = tl.where(visible, scores, float("-inf"))
-            larger = tl.maximum(largest, tl.max(scores, 1))
-            safe = tl.where(larger == float("-inf"), 0.0, larger)  # a window may hide the block
-            weights = tl.exp(scores - safe[:, None])
-            shrink = tl.exp(largest - safe)
-            v = tl.load(pool_values + kv, mask=mask, other=0.0).to(q.dtype)
-            result = result * shrink[:, None] + dot(weights.to(v.dtype), v, EXACT)
-            total = total * shrink + tl.sum(weights, 1)
-            largest = larger
+            largest, total, result = attend_block(
+                q, pool_keys, pool_values, kv, mask, visible, scale, softcap, largest, total, result, CAPPED, EXACT
+            )
         some = total > 0
         result = result / tl.where(some, total, 1.0)[:, None]
         place = (split * rows + row) * (HEADS * PER_HEAD) + head * PER_HEAD + offset
@@ -122,6 +143,7 @@ def _completion_kernel(
     q = tl.load(q_at, mask=valid[:, None] & inside[None, :], other=0.0)
     new_key = tl.load(key + row * key_row + head * key_head + column, mask=inside, other=0.0)
     new_value = tl.load(value + row * value_row + head * value_head + column, mask=inside, other=0.0)
+    new_key, new_value = new_key.to(slot_keys.dtype.element_ty), new_value.to(slot_keys.dtype.element_ty)
     base = slot * slot_stride + head * head_stride
     tl.store(slot_keys + base + length * token_stride + column, new_key, mask=inside)
     tl.store(slot_values + base + length * token_stride + column, new_value, mask=inside)
@@ -140,16 +162,9 @@ def _completion_kernel(
             there = there & (length - place < window)
         kv = base + place[:, None] * token_stride + column[None, :]
         mask = there[:, None] & inside[None, :]
-        k = tl.load(slot_keys + kv, mask=mask, other=0.0).to(q.dtype)
-        scores = dot(q, tl.trans(k), EXACT) * scale
-        scores = tl.where(there[None, :], capped(scores, softcap, CAPPED), float("-inf"))
-        larger = tl.maximum(largest, tl.max(scores, 1))
-        weights = tl.exp(scores - larger[:, None])
-        shrink = tl.exp(largest - larger)
-        v = tl.load(slot_values + kv, mask=mask, other=0.0).to(q.dtype)
-        result = result * shrink[:, None] + dot(weights.to(v.dtype), v, EXACT)
-        total = total * shrink + tl.sum(weights, 1)
-        largest = larger
+        largest, total, result = attend_block(
+            q, slot_keys, slot_values, kv, mask, there[None, :], scale, softcap, largest, total, result, CAPPED, EXACT
+        )
     if tl.load(prompt_lengths + row) > 0:
         for split in range(SPLITS):
             place = (split * rows + row) * (HEADS * PER_HEAD) + head * PER_HEAD + offset
@@ -157,11 +172,7 @@ def _completion_kernel(
             more = tl.load(
                 part + place[:, None] * WIDTH + column[None, :], mask=valid[:, None] & inside[None, :], other=0.0
             )
-            larger = tl.maximum(largest, other)
-            shrink, weight = tl.exp(largest - larger), tl.exp(other - larger)
-            result = result * shrink[:, None] + more * weight[:, None]
-            total = total * shrink + weight
-            largest = larger
+            largest, total, result = merge(largest, total, result, other, more)
     place = row * (HEADS * PER_HEAD) + head * PER_HEAD + offset
     result = (result / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + place[:, None] * WIDTH + column[None, :], result, mask=valid[:, None] & inside[None, :])

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from groupwise.model.kernels import attend_prompts, capped, constants_of, dot
+from groupwise.model.kernels import attend_block, attend_prompts, capped, constants_of
 
 LEAST_TOKENS = 256  # of a part, if there are several
 
@@ -60,6 +60,7 @@ def _page_kernel(
     if split == 0:
         new_key = tl.load(key + row * key_row + head * key_head + column, mask=inside, other=0.0)
         new_value = tl.load(value + row * value_row + head * value_head + column, mask=inside, other=0.0)
+        new_key, new_value = new_key.to(page_keys.dtype.element_ty), new_value.to(page_keys.dtype.element_ty)
         new_page = tl.load(pages + length // PAGE).to(tl.int64)
         new_at = new_page * page_stride + length % PAGE * token_stride + head * head_stride + column
         tl.store(page_keys + new_at, new_key, mask=inside)
@@ -77,17 +78,9 @@ def _page_kernel(
             seen = there & (length - place < window)
         kv = (page * page_stride + place % PAGE * token_stride + head * head_stride)[:, None] + column[None, :]
         mask = seen[:, None] & inside[None, :]
-        k = tl.load(page_keys + kv, mask=mask, other=0.0).to(q.dtype)
-        scores = dot(q, tl.trans(k), EXACT) * scale
-        scores = tl.where(seen[None, :], capped(scores, softcap, CAPPED), float("-inf"))
-        larger = tl.maximum(largest, tl.max(scores, 1))
-        safe = tl.where(larger == float("-inf"), 0.0, larger)  # a window may hide the block
-        weights = tl.exp(scores - safe[:, None])
-        shrink = tl.exp(largest - safe)
-        v = tl.load(page_values + kv, mask=mask, other=0.0).to(q.dtype)
-        result = result * shrink[:, None] + dot(weights.to(v.dtype), v, EXACT)
-        total = total * shrink + tl.sum(weights, 1)
-        largest = larger
+        largest, total, result = attend_block(
+            q, page_keys, page_values, kv, mask, seen[None, :], scale, softcap, largest, total, result, CAPPED, EXACT
+        )
     some = total > 0
     divisor = tl.where(some, total, 1.0)
     place = ((prompt_splits + split) * rows + row) * (HEADS * PER_HEAD) + head * PER_HEAD + offset
