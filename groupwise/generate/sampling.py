@@ -78,10 +78,13 @@ def draw(
             min_p=sampling.min_p,
             order=sampling.order,
         )
-    largest = filtered.amax(-1, keepdim=True)
-    weights = (filtered - largest).exp()
-    filtered_total = largest + weights.sum(-1, keepdim=True).log()
     unfiltered = filtered is full
+    kept, kept_ids = filtered, None
+    if not unfiltered and filtered.device.type == "cpu":  # exponentials of tens of numbers, not of tens of thousands
+        kept, kept_ids = _kept_only(filtered)
+    largest = kept.amax(-1, keepdim=True)
+    weights = (kept - largest).exp()
+    filtered_total = largest + weights.sum(-1, keepdim=True).log()
     total = filtered_total if unfiltered else full.logsumexp(-1, keepdim=True)
     # On a CPU the cumulative sum is sequential: with 50,000 float32 numbers it is off by 1e-5.
     exact = torch.float64 if logits.device.type == "cpu" else torch.float32
@@ -89,9 +92,23 @@ def draw(
     last = cumulative[:, -1:]
     target = torch.minimum(uniform[:, None].to(exact) * last, torch.nextafter(last, torch.zeros_like(last)))
     # Logits with NaN give no index; a valid id keeps the device alive, and the log-prob is NaN, which the host refuses.
-    ids = torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    ids = torch.searchsorted(cumulative, target, right=True).clamp(max=cumulative.shape[-1] - 1)
+    ids = (ids if kept_ids is None else kept_ids.gather(-1, ids)).squeeze(-1)
     logps = _logps_at(full, ids, total)
     return DrawnTokens(ids, logps, logps if unfiltered else _logps_at(filtered, ids, filtered_total), filtered)
+
+
+def _kept_only(filtered: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The logits that passed the filters and their ids, in order, padded with −inf and 0; all of them if many did."""
+    rows, ids = (filtered > -torch.inf).nonzero(as_tuple=True)
+    counts = rows.bincount(minlength=len(filtered))
+    width = max(1, int(counts.max()))
+    if 4 * width > filtered.shape[-1]:
+        return filtered, None
+    places = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+    kept, kept_ids = filtered.new_full((len(filtered), width), -torch.inf), ids.new_zeros(len(filtered), width)
+    kept[rows, places], kept_ids[rows, places] = filtered[rows, ids], ids
+    return kept, kept_ids
 
 
 class OccurredTokens:

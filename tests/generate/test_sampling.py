@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from groupwise.core.filters import filter_logits
 from groupwise.errors import InputError
+from groupwise.generate import sampling as sampling_module
 from groupwise.generate.sampling import draw, uniforms
 from groupwise.generate.types import Sampling
 
@@ -157,3 +158,21 @@ PINNED = [0.5891598, 0.7473645, 0.7999392, 0.4358629]
 def test_bad_settings(settings, message):
     with pytest.raises(InputError, match=message):
         Sampling(**settings)
+
+
+@given(
+    st.integers(0, 2**32), st.sampled_from([{"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3}, {"top_k": 30, "top_p": 0.9}])
+)
+def test_sums_over_what_is_kept_are_those_over_the_vocabulary(seed, settings):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(5, 200, generator=generator).mul(4).round(decimals=seed % 3)  # with ties
+    uniform, eos = torch.rand(5, generator=generator), torch.zeros(200, dtype=torch.bool)
+    got = draw(logits, uniform, None, eos, Sampling(**settings))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling_module, "_kept_only", lambda filtered: (filtered, None))
+        wanted = draw(logits, uniform, None, eos, Sampling(**settings))
+    assert torch.equal(got.ids, wanted.ids)
+    assert torch.equal(got.filtered, wanted.filtered)
+    torch.testing.assert_close(
+        (got.logps, got.filtered_logps), (wanted.logps, wanted.filtered_logps), rtol=0, atol=1e-6
+    )
