@@ -5,9 +5,10 @@ for top-k the k-th largest, for top-p the largest value above which less than th
 
 The first kernel reads each row in sixteen chunks: their largest logits, their sums of exponentials, and of each of 128
 lanes the largest logit. Without filters, the last kernel then knows in which chunk the sampled token is, and reads that
-one. With top-k, a bound that k lanes exceed is exceeded by at least k tokens, and by few more: the second kernel writes
-down their ids, and for the last one the rest happens in registers. If there are too many (ties), or with other filters
-alone, the threshold is found by bisection between values that occur, with a pass over the row for each step.
+one. With top-k, a bound that k lanes exceed is exceeded by at least k tokens, and by few more: the second kernel finds
+it, the third writes down their ids, and for the last one the rest happens in registers. If there are too many (ties),
+or with other filters alone, the threshold is found by bisection between values that occur, with a pass over the row for
+each step.
 
 Import this module only where Triton is installed.
 """
@@ -102,16 +103,11 @@ def _scan_kernel(
 
 
 @triton.jit
-def _candidates_kernel(
-    logits, banned, eos, statistics, lanes, places, found_out, temperature, top_k, log_min_p, vocabulary, logits_row,
-    length, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, ROOM: tl.constexpr,
-    MIN_P_FIRST: tl.constexpr, BAN: tl.constexpr, TEMPERED: tl.constexpr,
+def _bound_kernel(
+    statistics, lanes, bounds, top_k, log_min_p,
+    CHUNKS: tl.constexpr, LANES: tl.constexpr, MIN_P_FIRST: tl.constexpr,
 ):  # fmt: skip
-    row, chunk = tl.program_id(0), tl.program_id(1)
-    base = logits + row.to(tl.int64) * logits_row
-    ban = False
-    if BAN:
-        ban = tl.load(banned + row) != 0
+    row = tl.program_id(0)
     at = statistics + row * STATISTICS * CHUNKS
     best = tl.max(tl.load(at + 2 * CHUNKS + tl.arange(0, CHUNKS)), 0)
     low = tl.min(tl.load(at + 4 * CHUNKS + tl.arange(0, CHUNKS)), 0)
@@ -125,8 +121,22 @@ def _candidates_kernel(
             low = middle
         else:
             high = middle
+    tl.store(bounds + row, low)
+
+
+@triton.jit
+def _candidates_kernel(
+    logits, banned, eos, statistics, bounds, places, found_out, temperature, vocabulary, logits_row, length,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr, BAN: tl.constexpr, TEMPERED: tl.constexpr,
+):  # fmt: skip
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    base = logits + row.to(tl.int64) * logits_row
+    ban = False
+    if BAN:
+        ban = tl.load(banned + row) != 0
+    low = tl.load(bounds + row)
     found = 0
-    if tl.load(at + 2 * CHUNKS + chunk) >= low:
+    if tl.load(statistics + (row * STATISTICS + 2) * CHUNKS + chunk) >= low:
         first = chunk * length
         for block in range(first, tl.minimum(first + length, vocabulary), BLOCK):
             ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN, TEMPERED)
@@ -343,9 +353,13 @@ def draw_rows(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tenso
         logits, bans, eos, statistics, lanes, temperature, vocabulary, stride, length, LANES=LANES, FEW=few, **common
     )
     if few:
+        bounds = empty_of(rows, dtype=torch.float32)
+        _bound_kernel[(rows,)](
+            statistics, lanes, bounds, top_k, log_min_p, CHUNKS=CHUNKS, LANES=LANES, MIN_P_FIRST=min_p_first
+        )
         _candidates_kernel[(rows, CHUNKS)](
-            logits, bans, eos, statistics, lanes, places, found, temperature, top_k, log_min_p, vocabulary, stride,
-            length, LANES=LANES, ROOM=room, MIN_P_FIRST=min_p_first, **common,
+            logits, bans, eos, statistics, bounds, places, found, temperature, vocabulary, stride, length,
+            ROOM=room, **common,
         )  # fmt: skip
     _draw_kernel[(rows,)](
         logits, uniform, bans, eos, statistics, places, found, ids, logps, filtered, thresholds, counts,
