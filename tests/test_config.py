@@ -1027,6 +1027,9 @@ name = "own.py:loss"
 [advantages]
 function = "own.py:advantage"
 grouping = "prompt"
+[environment]
+tools = ["arithmetic", "own.py:tool", "none.py:tool"]
+chat_template = "rows.jsonl"
 """
 
 
@@ -1049,6 +1052,8 @@ def test_files_in_the_recipes_folder(tmp_path, monkeypatch):
     assert (recipe.data.train, recipe.data.held_out) == (f"{beside}/rows.jsonl", "owner/name")
     assert (recipe.loss.name, recipe.advantages.function) == (f"{beside}/own.py:loss", f"{beside}/own.py:advantage")
     assert recipe.advantages.grouping == "own.py:grouping"
+    assert recipe.environment.tools == ["arithmetic", f"{beside}/own.py:tool", "none.py:tool"]
+    assert recipe.environment.chat_template == f"{beside}/rows.jsonl"
     # A recipe.json keeps the resolved paths; files in its folder are not looked for.
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "own.py").write_text("")

@@ -27,8 +27,14 @@ from groupwise.text import excerpt, plural
 Options = TypeVar("Options", bound=BaseModel)
 
 # Settings that may name a file, by section and key. A recipe's files are looked for in its folder first.
-DATA_FILES = (("data", "train"), ("data", "held_out"), ("preference", "train"), ("preference", "held_out"))
-FUNCTION_FILES = (("", "task"), ("loss", "name"), ("advantages", "function"), ("advantages", "grouping"))
+DATA_FILES = (
+    ("data", "train"), ("data", "held_out"), ("preference", "train"), ("preference", "held_out"),
+    ("environment", "chat_template"),
+)  # fmt: skip
+FUNCTION_FILES = (
+    ("", "task"), ("loss", "name"), ("advantages", "function"), ("advantages", "grouping"),
+    ("environment", "factory"), ("environment", "tools"), ("environment", "rollout"),
+)  # fmt: skip
 DEEPEST = 100  # levels of tables and lists; a recipe has five
 SURROGATE = re.compile("[\ud800-\udfff]")  # from a \\u escape of JSON, or a byte of the command line that is not UTF-8
 DOTTED_KEY = re.compile(rf"""(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{DEEPEST}}}""")
@@ -108,6 +114,8 @@ def _resolve_files(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         return str(folder / value) if isinstance(value, str) and value and os.path.exists(folder / value) else value
 
     def function(value: Any) -> Any:
+        if isinstance(value, list):
+            return [function(entry) for entry in value]
         file, _, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
         return f"{folder / file}:{name}" if file and os.path.isfile(folder / file) else value
 
@@ -140,12 +148,14 @@ def _resolve_functions(overrides: Mapping[str, Any], folder: Path) -> dict[str, 
     """The overrides with functions' files that exist in the recipe's folder, and not in the current one, replaced."""
     names = {f"{section}.{key}".strip(".") for section, key in FUNCTION_FILES}
 
-    def function(name: str, value: Any) -> Any:
-        file, _, attribute = value.rpartition(":") if name in names and isinstance(value, str) else ("", "", "")
+    def function(value: Any) -> Any:
+        if isinstance(value, list):
+            return [function(entry) for entry in value]
+        file, _, attribute = value.rpartition(":") if isinstance(value, str) else ("", "", "")
         beside = bool(file) and not os.path.exists(file) and os.path.isfile(folder / file)
         return f"{folder / file}:{attribute}" if beside else value
 
-    return {name: function(name, value) for name, value in overrides.items()}
+    return {name: function(value) if name in names else value for name, value in overrides.items()}
 
 
 def make_recipe(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -54,6 +54,8 @@ class RunEnvironment:
     gives_reward: they reward a conversation themselves.
     columns: those that reward functions can ask for, beside those of the row; None: known only when they are called.
     sampler: makes what samples the conversations, in place of `ConversationSampler`, from the same arguments.
+    sources: the user's functions and classes by their roles, or the names that they were loaded by; a resumed run
+    compares their files.
     """
 
     factory: Callable[..., Any] | None
@@ -61,6 +63,7 @@ class RunEnvironment:
     is_rollout: bool = False
     columns: tuple[str, ...] | None = REWARD_COLUMNS
     sampler: Callable[..., Any] | None = None
+    sources: tuple[tuple[str, str | Callable[..., Any]], ...] = ()
 
     @property
     def rewards(self) -> list[RewardFunction]:
@@ -96,20 +99,32 @@ def load_environment(
     if not given:
         return None
     if functions:
-        return RunEnvironment(partial(ToolEnvironment, make_tools(functions), limits), gives_reward=False)
+        own: tuple[str | Callable[..., Any], ...] = (
+            *(name for name in settings.tools if name not in BUILTIN_TOOLS),
+            *tools,
+        )
+        sources = tuple((f"tool {_name_of(tool)!r}", tool) for tool in own)
+        make = partial(ToolEnvironment, make_tools(functions), limits)
+        return RunEnvironment(make, gives_reward=False, sources=sources)
     if isinstance(environment, RunEnvironment):
         return environment
     if settings.rollout is not None:
         rollout = load_function(settings.rollout, what="rollout function")
     if rollout is not None:
         _check_rollout(rollout)
-        return RunEnvironment(rollout, gives_reward=True, is_rollout=True)
+        source = ("rollout", settings.rollout or rollout)
+        return RunEnvironment(rollout, gives_reward=True, is_rollout=True, sources=(source,))
     factory = environment or task.environment
     if settings.factory is not None:
         factory = load_function(settings.factory, what="environment")
     if not callable(factory):
         raise ConfigError(f"an environment is given as a class or a function that makes one, got {excerpt(factory)}")
-    return _in_own_form(factory, limits)
+    return replace(_in_own_form(factory, limits), sources=(("environment", settings.factory or factory),))
+
+
+def _name_of(tool: Any) -> str:
+    """Of a function, or in the name that it is loaded by."""
+    return tool.rpartition(":")[2] if isinstance(tool, str) else str(getattr(tool, "__name__", type(tool).__name__))
 
 
 def _check_rollout(function: Any) -> None:

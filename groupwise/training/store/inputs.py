@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.conversations import RolloutFunction
 from groupwise.errors import CheckpointError
 from groupwise.paths import user_path
 from groupwise.rundir.files import file_sha256
@@ -132,8 +131,8 @@ def _functions(components: RunComponents) -> Iterator[tuple[str, str | Callable[
     given = [None] * len(task.rewards) + [entry.function if ":" in entry.function else None for entry in recipe.rewards]
     for reward, name in zip(functions, [*given, *[None] * len(functions)], strict=False):
         yield f"reward {reward.name!r}", name or reward.function
-    if components.episodes is not None and isinstance(components.episodes.factory, RolloutFunction):
-        yield "rollout", recipe.environment.rollout or components.episodes.factory.function
+    if components.environment is not None:
+        yield from components.environment.sources
     yield "loss", recipe.loss.name if ":" in recipe.loss.name else components.loss.token_loss
     for setting, function in (("function", components.advantage), ("grouping", components.grouping)):
         spec = getattr(recipe.advantages, setting)

@@ -19,7 +19,7 @@ from groupwise.training.store.changes import RESUMED, record_changes
 from groupwise.training.store.inputs import describe_inputs
 from groupwise.training.store.run_folder import INPUTS, changed_inputs, check_inputs, write_inputs, write_recipe
 from groupwise.training.trainer import Trainer
-from tests.training.runs import ROWS, RecordingDisplay, merged, run_steps, small_recipe, small_trainer
+from tests.training.runs import ROWS, TOOL_TEMPLATE, RecordingDisplay, merged, run_steps, small_recipe, small_trainer
 
 QUICK = {"train": {"steps": 2, "batch_size": 2}, "sampling": {"max_new_tokens": 3}, "evaluate": {"every": 0}}
 FILES = {
@@ -100,6 +100,56 @@ def test_other_code_is_refused_unless_allowed(tmp_path, monkeypatch):
     assert entry["step"] == 1
     assert list(entry["changed"]) == ["reward.py, source of reward 'score'"]
     assert trainer(resume=True).run().steps == 2  # from now on these are its inputs
+
+
+ENVIRONMENTS = {
+    "tools": ('tools = ["arithmetic", "own.py:twice"]', "tool 'twice'"),
+    "factory": ('factory = "own.py:Echo"', "environment"),
+    "rollout": ('rollout = "own.py:ask"', "rollout"),
+}
+OWN = """
+from words import DONE
+
+def twice(number: int) -> int:
+    \"\"\"Twice a number.
+
+    Args:
+        number: A number.
+    \"\"\"
+    return 2 * number
+
+class Echo:
+    def reset(self, **row):
+        return None
+
+    def get_reward(self):
+        return float(len(DONE))
+
+async def ask(model, row):
+    await model.chat([{"role": "user", "content": DONE}])
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("kind", ENVIRONMENTS)
+def test_the_files_of_an_environment_are_hashed(kind, tmp_path):
+    setting, role = ENVIRONMENTS[kind]
+
+    def write(name: str, word: str) -> Path:
+        folder = write_files(tmp_path / name)
+        (folder / "own.py").write_text(OWN)
+        (folder / "words.py").write_text(f"DONE = {word!r}\n")
+        recipe = (folder / "recipe.toml").read_text().replace("data.chat = false", "data.max_prompt_length = 2000")
+        (folder / "chat.jinja").write_text(TOOL_TEMPLATE)
+        (folder / "recipe.toml").write_text(f'{recipe}\n[environment]\nchat_template = "chat.jinja"\n{setting}\n')
+        return folder
+
+    before = inputs_of(write("a", "yes"))
+    assert set(before["sources"][role]) == {"own.py", "words.py"}
+    with RunDir.create(tmp_path / "run") as run:
+        write_inputs(run, before, "recipe.toml")
+        with pytest.raises(ConfigError, match=rf"other inputs: words\.py, source of {role} "):
+            check_inputs(run, inputs_of(write("b", "no")), make_recipe())
 
 
 @pytest.fixture
