@@ -46,8 +46,9 @@ CASES: dict[str, dict[str, Any]] = {
     "sharded": {"train": {"token_budget": 64}},  # the ranks have different numbers of packs
     "taught": {"model": {"lora": {"rank": 4}}, "distillation": {"weight": 1.0, "teacher": "tiny"}},
     "pairs": {"algorithm": "pg_grpo", "preference": {"weight": 0.5}},
+    "rollout": {"data": {"chat": True, "max_prompt_length": 2000}},
 }
-SIZES = {"turns": (2, 3), "kept": (3,), "sharded": (2,), "taught": (2,), "pairs": (3,)}
+SIZES = {"turns": (2, 3), "kept": (3,), "sharded": (2,), "taught": (2,), "pairs": (3,), "rollout": (2,)}
 
 
 class Place:
@@ -107,9 +108,23 @@ class LateFailure(Walk):
     failing = tuple(range(5, 10))
 
 
+async def stroll(model: Any, row: dict[str, Any]) -> float:
+    """A loop of its own, one turn longer for every other row; some rows fail."""
+    messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
+    for turn in range(2 + row["number"] % 2):
+        if turn == 1 and row["number"] in FAILING:
+            raise RuntimeError(f"the bridge at {row['number']} is down")
+        messages += [await model.chat(messages), {"role": "user", "content": f"{turn}?"}]
+    return float(sum(map(ord, messages[-2]["content"])) % 7)
+
+
 def train(folder: Path, *changes: dict[str, Any], environment: Any = Walk, **options: Any) -> Any:
     task = Task("walk", ROWS, ROWS[8:12])
-    return small_trainer(folder, BASE, *changes, task=task, rewards=[], environment=environment, **options).run().steps
+    if CASES["rollout"] in changes:
+        options |= {"rollout": stroll}
+    else:
+        options |= {"environment": environment}
+    return small_trainer(folder, BASE, *changes, task=task, rewards=[], **options).run().steps
 
 
 def run_all(root: str) -> dict[str, list[Ended]]:
@@ -153,6 +168,9 @@ def test_the_cases_are_what_they_say(runs):
     advantages = read_rollouts(root / "turns-1").column("advantage").to_pylist()
     without = read_rollouts(root / "kept-1").column("advantage").to_pylist()
     assert advantages[:4] != without[:4]  # of the same conversations
+    rows = [row for row in metrics_of(root / "rollout-2") if "reward" in row]
+    assert [row["episodes/groups_failed"] for row in rows] == [4, 1, 0]
+    assert all(2 <= row["episodes/turns"] <= 3 for row in rows)
 
 
 @pytest.mark.slow
