@@ -6,9 +6,10 @@ for top-k the k-th largest, for top-p the largest value above which less than th
 The first kernel reads each row in sixteen chunks: their largest logits, their sums of exponentials, and of each of 128
 lanes the largest logit. Without filters, the last kernel then knows in which chunk the sampled token is, and reads that
 one. With top-k, a bound that k lanes exceed is exceeded by at least k tokens, and by few more: the second kernel finds
-it, the third writes down their ids, and for the last one the rest happens in registers. If there are too many (ties),
-or with other filters alone, the threshold is found by bisection between values that occur, with a pass over the row for
-each step.
+it, the third writes down their ids, and for the last one the rest happens in registers. With top-p alone the thousand
+most likely tokens are such candidates, if they have that mass; with min-p alone, those that pass. If there are too many
+candidates (ties), or too little mass, the threshold is found by bisection between values that occur, with a pass over
+the row for each step.
 
 Import this module only where Triton is installed.
 """
@@ -31,7 +32,8 @@ LANES = 128  # of a chunk
 BLOCK = 1024  # logits of a chunk that are read at once
 WIDE_BLOCK = 4096  # the same where one program reads the row
 MAX_TOP_K = 1024
-CANDIDATES = 512, 2048  # at least and at most; they fit into the registers of one program
+LIKELY = 1024  # candidates for top-p
+CANDIDATES = 512, 2048  # room for them, at least and at most; they fit into the registers of one program
 STATISTICS = tl.constexpr(6)  # of a chunk
 LOWEST = tl.constexpr(-3.0e38)
 
@@ -104,20 +106,22 @@ def _scan_kernel(
 
 @triton.jit
 def _bound_kernel(
-    statistics, lanes, bounds, top_k, log_min_p,
-    CHUNKS: tl.constexpr, LANES: tl.constexpr, MIN_P_FIRST: tl.constexpr,
+    statistics, lanes, bounds, wanted, log_min_p,
+    CHUNKS: tl.constexpr, LANES: tl.constexpr, MIN_P_FIRST: tl.constexpr, MIN_P_ONLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     at = statistics + row * STATISTICS * CHUNKS
     best = tl.max(tl.load(at + 2 * CHUNKS + tl.arange(0, CHUNKS)), 0)
     low = tl.min(tl.load(at + 4 * CHUNKS + tl.arange(0, CHUNKS)), 0)
-    if MIN_P_FIRST:
+    if MIN_P_FIRST or MIN_P_ONLY:
         low = tl.maximum(low, best + log_min_p)
     of_lanes = tl.load(lanes + row * CHUNKS * LANES + tl.arange(0, CHUNKS * LANES))
     high = best
-    for _ in range(8):  # a rough bound suffices, but k lanes must exceed it
+    if MIN_P_ONLY:
+        high = low
+    for _ in range(8):  # a rough bound suffices, but so many lanes must exceed it
         middle = _between(low, high)
-        if tl.sum((of_lanes > middle).to(tl.int32), 0) >= top_k:
+        if tl.sum((of_lanes > middle).to(tl.int32), 0) >= wanted:
             low = middle
         else:
             high = middle
@@ -126,7 +130,7 @@ def _bound_kernel(
 
 @triton.jit
 def _candidates_kernel(
-    logits, banned, eos, statistics, bounds, places, found_out, temperature, vocabulary, logits_row, length,
+    logits, banned, eos, statistics, bounds, places, found_out, mass_out, temperature, vocabulary, logits_row, length,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr, BAN: tl.constexpr, TEMPERED: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0), tl.program_id(1)
@@ -136,7 +140,9 @@ def _candidates_kernel(
         ban = tl.load(banned + row) != 0
     low = tl.load(bounds + row)
     found = 0
-    if tl.load(statistics + (row * STATISTICS + 2) * CHUNKS + chunk) >= low:
+    mass = 0.0
+    best = tl.load(statistics + (row * STATISTICS + 2) * CHUNKS + chunk)
+    if best >= low:
         first = chunk * length
         for block in range(first, tl.minimum(first + length, vocabulary), BLOCK):
             ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN, TEMPERED)
@@ -147,7 +153,9 @@ def _candidates_kernel(
                 room = (taken > 0) & (place < ROOM)
                 tl.store(places + (row * CHUNKS + chunk) * ROOM + place, ids, mask=room)
                 found += number
+                mass += tl.sum(tl.where(taken > 0, tl.exp(y - best), 0.0), 0)
     tl.store(found_out + row * CHUNKS + chunk, found)
+    tl.store(mass_out + row * CHUNKS + chunk, mass)
 
 
 @triton.jit
@@ -204,7 +212,7 @@ def _threshold_over_logits(
 
 @triton.jit
 def _draw_kernel(
-    logits, uniform, banned, eos, statistics, places, found_by_chunk,
+    logits, uniform, banned, eos, statistics, places, found_by_chunk, mass_by_chunk,
     ids_out, logps_out, filtered_out, threshold_out, counts_out,
     temperature, top_k, top_p, log_min_p, vocabulary, logits_row, length,
     BLOCK: tl.constexpr, WIDE_BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr, MOST: tl.constexpr,
@@ -231,6 +239,9 @@ def _draw_kernel(
     if FEW:
         found = tl.load(found_by_chunk + row * CHUNKS + chunks)
         candidates = tl.where(tl.max(found, 0) <= ROOM, tl.sum(found, 0), MOST + 1)
+        if TOP_P and not TOP_K:
+            have = tl.sum(tl.load(mass_by_chunk + row * CHUNKS + chunks) * tl.exp(best_of - best), 0)
+            candidates = tl.where(have >= (top_p + 1e-6) * tl.sum(masses, 0), candidates, MOST + 1)
     chosen, final, count = vocabulary, -1, 0
     kept_total = 0.0
     u = tl.load(uniform + row)
@@ -259,11 +270,13 @@ def _draw_kernel(
         y = tl.load(base + ids, mask=there, other=float("-inf")).to(tl.float32)
         y = tl.div_rn(y, temperature)
         lowest = tl.min(tl.where(there, y, float("inf")), 0)
-        if candidates > top_k:
+        if TOP_K and candidates > top_k:
             lowest = _threshold_in_registers(y, top_k * 1.0, lowest, best, True)
         threshold = tl.maximum(threshold, lowest)
         if TOP_P:
-            mass = tl.sum(tl.where(y >= threshold, tl.exp(y - best), 0.0), 0)
+            mass = tl.sum(masses, 0)
+            if TOP_K:
+                mass = tl.sum(tl.where(y >= threshold, tl.exp(y - best), 0.0), 0)
             threshold = _threshold_in_registers(
                 tl.where(y >= threshold, y, float("-inf")), top_p * mass, threshold, best, False
             )
@@ -338,15 +351,19 @@ def draw_rows(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tenso
     ids, counts = empty_of(rows, dtype=torch.long), empty_of(rows, dtype=torch.int32)
     logps, filtered, thresholds = (empty_of(rows, dtype=torch.float32) for _ in range(3))
     top_k = sampling.top_k or 0
-    few = 0 < top_k <= min(MAX_TOP_K, vocabulary - 1)  # the candidates fit into registers
-    most = min(CANDIDATES[1], max(CANDIDATES[0], triton.next_power_of_2(4 * top_k)))
+    by_k, by_p, by_min_p = 0 < top_k < vocabulary, sampling.top_p < 1, bool(sampling.min_p)
+    min_p_first = by_min_p and sampling.order == "vllm"
+    wanted = top_k if by_k else min(LIKELY, max(64, vocabulary // 16))
+    # Whether candidates may fit into registers. With min-p first, the mass that top-p divides is not known.
+    few = top_k <= MAX_TOP_K if by_k else (by_p and not min_p_first) or (by_min_p and not by_p)
+    most = min(CANDIDATES[1], max(CANDIDATES[0], triton.next_power_of_2(4 * wanted)))
     room = most // 2  # of one chunk
     length = -(-vocabulary // (CHUNKS * BLOCK)) * BLOCK  # of a chunk
     statistics = empty_of(rows, STATISTICS.value, CHUNKS, dtype=torch.float32)
     lanes = empty_of(rows, CHUNKS * LANES if few else 0, dtype=torch.float32)
     places, found = (empty_of(rows, size, dtype=torch.int32) for size in (CHUNKS * room if few else 0, CHUNKS))
+    mass = empty_of(rows, CHUNKS, dtype=torch.float32)
     log_min_p = math.log(sampling.min_p) if sampling.min_p else 0.0
-    min_p_first = bool(sampling.min_p) and sampling.order == "vllm"
     bans, temperature, stride = uniform if banned is None else banned, sampling.temperature, logits.stride(0)
     common = {"BLOCK": BLOCK, "CHUNKS": CHUNKS, "BAN": banned is not None, "TEMPERED": temperature != 1, "num_warps": 4}
     _scan_kernel[(rows, CHUNKS)](
@@ -355,17 +372,18 @@ def draw_rows(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tenso
     if few:
         bounds = empty_of(rows, dtype=torch.float32)
         _bound_kernel[(rows,)](
-            statistics, lanes, bounds, top_k, log_min_p, CHUNKS=CHUNKS, LANES=LANES, MIN_P_FIRST=min_p_first
-        )
+            statistics, lanes, bounds, wanted, log_min_p,
+            CHUNKS=CHUNKS, LANES=LANES, MIN_P_FIRST=min_p_first, MIN_P_ONLY=not by_k and not by_p,
+        )  # fmt: skip
         _candidates_kernel[(rows, CHUNKS)](
-            logits, bans, eos, statistics, bounds, places, found, temperature, vocabulary, stride, length,
+            logits, bans, eos, statistics, bounds, places, found, mass, temperature, vocabulary, stride, length,
             ROOM=room, **common,
         )  # fmt: skip
     _draw_kernel[(rows,)](
-        logits, uniform, bans, eos, statistics, places, found, ids, logps, filtered, thresholds, counts,
+        logits, uniform, bans, eos, statistics, places, found, mass, ids, logps, filtered, thresholds, counts,
         temperature, top_k, sampling.top_p, log_min_p, vocabulary, stride, length,
-        WIDE_BLOCK=WIDE_BLOCK, ROOM=room, MOST=most, FEW=few, TOP_K=0 < top_k < vocabulary,
-        TOP_P=sampling.top_p < 1.0, MIN_P=bool(sampling.min_p), MIN_P_FIRST=min_p_first, **common,
+        WIDE_BLOCK=WIDE_BLOCK, ROOM=room, MOST=most, FEW=few, TOP_K=by_k,
+        TOP_P=by_p, MIN_P=by_min_p, MIN_P_FIRST=min_p_first, **common,
     )  # fmt: skip
     return FusedDraw(ids, logps, filtered, thresholds, counts)
 

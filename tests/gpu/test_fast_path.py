@@ -106,17 +106,22 @@ def test_decode_attention(heads, kv_heads, width, window, softcap, dtype, splits
         {"top_k": 60, "top_p": 0.7, "min_p": 0.05, "order": "vllm"},
         {"min_new_tokens": 1},
         {"top_k": 900},
+        {"top_p": 0.95, "temperature": 0.6, "min_new_tokens": 1},
+        {"top_p": 0.9, "min_p": 0.05},
+        {"top_p": 0.9, "min_p": 0.05, "order": "vllm"},
+        {"min_p": 0.02, "order": "vllm"},
     ],
 )
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "ties", "flat"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "ties", "flat", "peaked"])
 def test_the_kernel_samples_what_the_sampler_samples(settings, kind):
-    """Rounded logits have many ties, and flat ones are all tied."""
+    """Rounded logits have many ties, and flat ones are all tied. Of peaked ones the most likely have top-p's mass."""
     from groupwise.generate.kernels import append_kept, draw_rows
 
     vocabulary, rows, sampling = 50_000, 64, Sampling(**settings)
     logits = torch.randn(rows, vocabulary).cuda() * 3
     rounded = logits.bfloat16()
-    logits = {"float32": logits, "bfloat16": rounded, "ties": rounded.float(), "flat": torch.zeros_like(logits)}[kind]
+    more = {"ties": rounded.float(), "flat": torch.zeros_like(logits), "peaked": 3 * logits}
+    logits = {"float32": logits, "bfloat16": rounded, **more}[kind]
     uniform = torch.rand(rows).cuda()
     eos = torch.zeros(vocabulary, dtype=torch.bool)
     eos[:5000] = True
