@@ -43,7 +43,7 @@ from groupwise.training.inputs import RunInputs, check_metric, load_inputs, meas
 from groupwise.training.preference import PREFERENCE_ACCURACY
 from groupwise.training.preference.dataset_pairs import PairSplits, load_pairs
 from groupwise.training.schedule.lengths import RunLength, run_length
-from groupwise.training.teacher import load_teacher, with_teacher_ids
+from groupwise.training.teacher import load_teacher, longest_addition, with_teacher_ids
 from groupwise.training.update.objective import needs_reference
 from groupwise.training.update.teacher import Teacher
 
@@ -212,8 +212,9 @@ def load_components(
             teacher = load_teacher(
                 recipe, model, tokenizer, handle, train.prompts, on_cpu=shards, compile=compile, say=say
             )
-        if episodes is not None and teacher.context_length is not None:
-            episodes.limit_context(teacher.context_length)
+        window = teacher.context_length or handle.context_length
+        if episodes is not None and window is not None:
+            episodes.limit_context(window - longest_addition(train.prompts))
     elif training and (distillation.teacher or distillation.server):
         say("there is a teacher, but distillation.weight is 0, so it is not asked")
     stop_strings = [*recipe.sampling.stop, *task.stop]

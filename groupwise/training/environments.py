@@ -185,7 +185,6 @@ def check_conversations(recipe: Recipe, environment: RunEnvironment, task: Task)
     """Raise an error if the recipe wants something that conversations cannot do, or rows have columns of theirs."""
     wanted = {
         "train.max_staleness": recipe.train.max_staleness > 0,
-        "distillation.show": recipe.distillation.show is not None,
         "advantages.grouping 'similarity'": recipe.advantages.grouping == "similarity",
     }
     for name, value in wanted.items():

@@ -114,6 +114,11 @@ def with_teacher_ids(
     return [Prompt(prompt.ids, prompt.text, other.ids) for prompt, other in zip(prompts, built, strict=True)]
 
 
+def longest_addition(prompts: Sequence[Prompt]) -> int:
+    """By how many tokens a teacher's prompt is longer than the student's, at most."""
+    return max((len(prompt.teacher_ids) - len(prompt.ids) for prompt in prompts if prompt.teacher_ids), default=0)
+
+
 def _shown(template: str, row: Mapping[str, Any], column: str, where: str) -> Any:
     """The teacher's prompt of a row: a text, or messages of which the last one of the user is the template's."""
     prompt = row[column]

@@ -11,19 +11,22 @@ import pytest
 import torch
 
 from groupwise.config import make_recipe
-from groupwise.data import PromptBuilder
+from groupwise.conversations import Episode
+from groupwise.data import Prompt, PromptBuilder
 from groupwise.errors import ConfigError, DataError, TeacherServerError
 from groupwise.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 from groupwise.tasks import Task
 from groupwise.training import teacher as loading
 from groupwise.training.early_checks import check_names
 from groupwise.training.preflight import describe_run
+from groupwise.training.rollout.episodes import _teacher_ids
 from groupwise.training.store.arrivals import read_arrivals
 from groupwise.training.trainer import Callback
 from tests.distributed.forks import fork_ranks, values
 from tests.training.runs import (
     ROWS,
     TASK,
+    TOOL_TEMPLATE,
     RecordingDisplay,
     check_same,
     even,
@@ -203,10 +206,74 @@ class ConversationLengths(Callback):
         self.seen += (prompts + batch.turns.ids.lengths).tolist()
 
 
-def test_a_teacher_of_conversations_is_shown_what_the_student_is(tmp_path, folder):
-    shown = {"distillation": {"show": "{prompt} {note}"}}
-    with pytest.raises(ConfigError, match=r"distillation\.show"):
-        taught(tmp_path / "run", folder, shown, task=Task("answers", ANSWERS), environment=Counting)
+class Greeting(Counting):
+    """Puts messages behind the row's, the same for all samples of a prompt or others for each."""
+
+    alike = True
+    made = 0
+
+    async def start(self, row, seed):
+        await super().start(row, seed)
+        Greeting.made += 1
+        return [{"role": "user", "content": f" ({seed % 7 if self.alike else Greeting.made})"}]
+
+
+class Differing(Greeting):
+    alike = False
+
+
+class Prompts(Callback):
+    """The prompts of all batches, and those of the teacher, as texts."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+
+    def on_rollout(self, trainer, batch, group_advantages):
+        pairs = zip(batch.prompt_ids.tolist(), batch.teacher_ids.tolist(), strict=True)
+        self.seen += [tuple(map(trainer.components.tokenizer.decode, pair)) for pair in pairs]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("environment", [Counting, Greeting, Differing])
+def test_a_teacher_of_conversations_is_shown_more(tmp_path, folder, environment, chat):
+    """The environment's messages stand behind what it is shown."""
+    template = tmp_path / "chat.jinja"
+    template.write_text(TOOL_TEMPLATE)
+    changes = {
+        "distillation": {"show": "{prompt} {note}!"},
+        "train": {"steps": 6},
+        "optimizer": {"learning_rate": 3e-3},
+        "data": {"chat": chat, "max_prompt_length": 2000},
+        "environment": {"chat_template": str(template)} if chat else {},
+    }
+    options = {"environment": environment, "callbacks": [prompts := Prompts()]}
+    taught(tmp_path / "run", folder, changes, task=Task("answers", ANSWERS), **options).run()
+    for own, teachers in prompts.seen:
+        row = next(row for row in ANSWERS if row["prompt"] in own)
+        assert teachers == own.replace(row["prompt"], f"{row['prompt']} {row['note']}!")
+        assert ("(" in own) == (environment is not Counting)
+    kl = kl_of(tmp_path / "run")
+    assert kl[-1] < kl[0]
+
+
+def test_a_conversation_leaves_room_for_what_the_teacher_is_shown(tmp_path):
+    room, place = 64, tmp_path / "teacher"
+    model = tiny_model(7)
+    model.config.max_position_embeddings = room
+    model.save_pretrained(place)
+    tiny_tokenizer().save_pretrained(place)
+    options = {"environment": Counting, "callbacks": [lengths := ConversationLengths()]}
+    shown = {"distillation": {"show": "{prompt} {note} is shown"}, "train": {"steps": 3}}
+    taught(tmp_path / "run", place, shown, task=Task("answers", ANSWERS), **options).run()
+    longer = len(" a is shown")
+    assert room - longer - 8 < max(lengths.seen) <= room - longer
+
+
+def test_an_end_of_the_prompt_that_only_the_teacher_has_is_refused():
+    prompt = Prompt((1, 2, 3), "", teacher_ids=(1, 2, 9, 4))
+    with pytest.raises(ConfigError, match="changes the end of the prompt"):
+        _teacher_ids(prompt, Episode([1, 2, 7, 3]))
+    assert _teacher_ids(Prompt((1, 2, 3), "", teacher_ids=(1, 8, 8, 3)), Episode([1, 2, 7, 3])) == (1, 8, 8, 7, 3)
 
 
 # --- what the teacher is shown ----------------------------------------------------------------------------------------

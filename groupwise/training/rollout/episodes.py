@@ -17,7 +17,7 @@ from groupwise.core.ragged import Ragged
 from groupwise.core.sequences import Turns
 from groupwise.data import Prompt, PromptBuilder
 from groupwise.environments import Message
-from groupwise.errors import UserCodeError
+from groupwise.errors import ConfigError, UserCodeError
 from groupwise.generate.types import Generator, Progress, Rollout, Sampling
 from groupwise.model.tree import sort_contexts
 from groupwise.seeds import derive_seed
@@ -203,7 +203,26 @@ def _prompt(tokenizer: Any, prompt: Prompt, episode: Episode) -> Prompt:
     if tuple(episode.prompt) == prompt.ids:
         return prompt
     text = tokenizer.decode(episode.prompt, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return Prompt(tuple(episode.prompt), text)
+    return Prompt(tuple(episode.prompt), text, _teacher_ids(prompt, episode))
+
+
+def _teacher_ids(prompt: Prompt, episode: Episode) -> tuple[int, ...] | None:
+    """A teacher's prompt with what the environment added to the student's.
+
+    Both prompts end alike, as a chat template ends them; what differs is before. So the end of the teacher's becomes
+    what the student's became.
+    """
+    if prompt.teacher_ids is None:
+        return None
+    pairs = enumerate(zip(prompt.ids, episode.prompt, strict=False))
+    start = next((place for place, (one, other) in pairs if one != other), min(len(prompt.ids), len(episode.prompt)))
+    end = prompt.ids[start:]
+    if prompt.teacher_ids[len(prompt.teacher_ids) - len(end) :] != end:
+        raise ConfigError(
+            "distillation.show changes the end of the prompt, where the environment adds its messages, so the teacher "
+            "cannot be shown both; show it in an earlier place, or let the environment put its messages into the row"
+        )
+    return (*prompt.teacher_ids[: len(prompt.teacher_ids) - len(end)], *episode.prompt[start:])
 
 
 def _columns(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
