@@ -99,7 +99,7 @@ def cache_bytes(shape: ModelShape, work: StepWork, rows: float) -> float:
     If others wait, there is room for one more prompt (`generate.memory.plan_cache`).
     """
     prompts = min(work.prompts, math.ceil(rows / work.samples) + 1)
-    return shape.cache_bytes * ((rows + 1) * work.max_tokens + prompts * work.prompt_tokens)
+    return work.cache_share * shape.cache_bytes * ((rows + 1) * work.max_tokens + prompts * work.prompt_tokens)
 
 
 def sampling_bytes(shape: ModelShape, static: Bytes, rows: float, work: StepWork, tensor_parallel: int = 1) -> Bytes:
@@ -125,8 +125,9 @@ def most_rows(
     free = gpu.memory - sum(static.values()) - RESERVED
     free = free - (1 - SERVER_SHARE) * gpu.memory if server else free * FREE_MEMORY_SHARE
     parallel = min(tensor_parallel, shape.kv_heads)
-    free -= shape.cache_bytes * (work.max_tokens + 2 * work.prompt_tokens) / parallel  # the spare one, and rounding up
-    each = shape.cache_bytes * (work.max_tokens + work.prompt_tokens / work.samples) / parallel
+    token = work.cache_share * shape.cache_bytes
+    free -= token * (work.max_tokens + 2 * work.prompt_tokens) / parallel  # the spare one, and rounding up
+    each = token * (work.max_tokens + work.prompt_tokens / work.samples) / parallel
     each += 2 * FLOAT * shape.vocabulary / tensor_parallel
     rows = min(work.completions, work.max_num_seqs, int(max(free, 0.0) / each))
     return rows if server or rows >= min(work.samples, work.max_num_seqs) else 0

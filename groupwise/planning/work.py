@@ -24,7 +24,8 @@ class StepWork:
     """One step: ``prompts`` of ``prompt_tokens``, each with ``samples`` completions of ``answer_tokens`` on average.
 
     max_tokens: of a completion. passes: forward and backward over the batch; forwards: forward alone, of a teacher by
-    its size. teacher: the weights of a teacher that is loaded beside the policy.
+    its size. teacher: the weights of a teacher that is loaded beside the policy. cache_share: the size of the KV cache
+    relative to one in half precision.
     """
 
     prompts: int
@@ -41,6 +42,7 @@ class StepWork:
     token_budget: int | None = None
     lora_rank: int | None = None
     teacher: int = 0
+    cache_share: float = 1.0
 
     @property
     def mini_batches(self) -> int:
@@ -169,4 +171,5 @@ def work_of(recipe: Recipe, prompt_tokens: float | None = None, answer_tokens: f
         reference=reference and recipe.model.lora is None,
         token_budget=recipe.train.token_budget,
         lora_rank=None if recipe.model.lora is None else recipe.model.lora.rank,
+        cache_share=0.5 if sampling.kv_cache_dtype == "fp8" else 1.0,
     )

@@ -244,7 +244,8 @@ def _memory(components: RunComponents) -> Iterator[str]:
     recipe, handle, trained = components.recipe, components.handle, _trained_weights(components)
     sequences, cached_tokens = _sampled_at_once(components)
     needs = training_memory(components)
-    needs[f"KV cache of {sequences} completions"] = bytes_per_token(handle.shapes, handle.dtype) * cached_tokens
+    dtype = torch.float8_e4m3fn if recipe.sampling.kv_cache_dtype == "fp8" else handle.dtype
+    needs[f"KV cache of {sequences} completions"] = bytes_per_token(handle.shapes, dtype) * cached_tokens
     yield f"model: {recipe.model.source}, {trained:,} weights to train, {handle.dtype}, on {handle.device}"
     if handle.fallback_reason:
         yield f"  without shared prompts, each computed once per completion: {handle.fallback_reason}"

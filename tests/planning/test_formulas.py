@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -119,6 +120,7 @@ def test_the_cache_holds_each_prompt_once():
     work = StepWork(prompts=3, prompt_tokens=10, samples=4, answer_tokens=20, max_tokens=20)
     assert memory.cache_bytes(SMALL, work, 12) == 16 * (13 * 20 + 3 * 10)  # a spare one for padding
     assert memory.cache_bytes(SMALL, work, 4) == 16 * (5 * 20 + 2 * 10)  # others wait: room for a second prompt
+    assert memory.cache_bytes(SMALL, replace(work, cache_share=0.5), 12) == 8 * (13 * 20 + 3 * 10)
 
 
 def test_a_decode_step_by_hand():
@@ -248,7 +250,7 @@ def test_the_work_of_a_recipe():
     recipe = make_recipe(
         {
             "train": {"batch_size": 8, "accumulation": 2, "iterations": 2, "token_budget": 999},
-            "sampling": {"samples_per_prompt": 6, "max_new_tokens": 300, "max_num_seqs": 64},
+            "sampling": {"samples_per_prompt": 6, "max_new_tokens": 300, "max_num_seqs": 64, "kv_cache_dtype": "fp8"},
             "data": {"max_prompt_length": 200},
             "loss": {"kl_coef": 0.1},
             "model": {"gradient_checkpointing": False},
@@ -256,7 +258,7 @@ def test_the_work_of_a_recipe():
     )
     assert work_of(recipe, None, 120) == StepWork(
         prompts=16, prompt_tokens=100, samples=6, answer_tokens=120, max_tokens=300, max_num_seqs=64, passes=2,
-        forwards=2, updates=2, reference=True, token_budget=999,
+        forwards=2, updates=2, reference=True, token_budget=999, cache_share=0.5,
     )  # fmt: skip
 
 
