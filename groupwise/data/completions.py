@@ -20,4 +20,8 @@ def decode_completions(tokenizer: Any, ids: Tensor, lengths: Tensor) -> DecodedC
     """Completions from a rollout's ids (B, T) and lengths (B,): without padding, texts without special tokens."""
     numbers = lengths.tolist()
     rows = [row[:length] for row, length in zip(ids.tolist(), numbers, strict=True)]
-    return DecodedCompletions(rows, tokenizer.batch_decode(rows, skip_special_tokens=True), numbers)
+    keys = [tuple(row) for row in rows]
+    different = list(dict.fromkeys(keys))  # short answers repeat
+    texts = tokenizer.batch_decode([list(key) for key in different], skip_special_tokens=True)
+    text_of = dict(zip(different, texts, strict=True))
+    return DecodedCompletions(rows, [text_of[key] for key in keys], numbers)
