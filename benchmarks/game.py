@@ -5,7 +5,7 @@ advantage among the turns at the same board (GiGPO, advantages.turn_weight 1).
 
 Usage::
 
-    python benchmarks/game.py --at-once 2                # five seeds: estimated at 45 minutes on two cores
+    python benchmarks/game.py --at-once 2                # five seeds: 38 minutes on two x86 cores
     python benchmarks/game.py --arms outcome turns       # both arms, and their difference seed by seed
 
 With --keep the finished runs stay in a folder and are not repeated.
