@@ -165,24 +165,20 @@ def start_together(
     They wait for their turn with their weights, and vLLM with its cache, on the device. Cells for which the memory does
     not suffice are left out, the largest first.
     """
-    jobs = {cell: cell.job(args) for of_model in cells.values() for cell in of_model}
+    needs = {cell: memory_of(args, model, [cell.job(args)]) for model, of_model in cells.items() for cell in of_model}
     limit = int(0.95 * total_memory(args.device))
-    while _memory_together(args, cells) > limit and any(cells.values()):
-        largest = max(
-            (cell for of_model in cells.values() for cell in of_model), key=lambda cell: _need(args, [cell]).total
-        )
+    while needs and _memory_together(needs) > limit:
+        largest = max(needs, key=lambda cell: needs[cell].total)
+        del needs[largest]
         cells[largest.model].remove(largest)
         failures.append(f"{largest.name}: the memory does not hold it beside the others; measure it without --together")
     for model in [model for model, of_model in cells.items() if not of_model]:
         del cells[model]
 
     def start(model: str, side: str, folder: str) -> SideProcess:
-        of_model = {cell: jobs[cell] for cell in cells[model]}
-        need = _need(args, cells[model])
-        options = side_options(args, of_model, SMALL_SHARE, need.cache)[side]
-        if side == "vllm":
-            options["cache_mib"] = -(-need.cache * 5 // 4 // 2**20)
-        return SideProcess(side, folder, options, args.timeout)
+        jobs = {cell: cell.job(args) for cell in cells[model]}
+        cache = max(needs[cell].cache for cell in jobs)
+        return SideProcess(side, folder, side_options(args, jobs, SMALL_SHARE, cache)[side], args.timeout)
 
     folders = {model: stack.enter_context(tempfile.TemporaryDirectory(prefix="groupwise-bench-")) for model in cells}
     with ThreadPoolExecutor(max_workers=max(1, 2 * len(cells))) as pool:
@@ -200,17 +196,12 @@ def start_together(
     return found
 
 
-def _need(args: argparse.Namespace, cells: list[Cell]) -> Need:
-    return memory_of(args, cells[0].model, [cell.job(args) for cell in cells])
-
-
-def _memory_together(args: argparse.Namespace, cells: dict[str, list[Cell]]) -> int:
-    """All models on both sides; vLLM keeps its caches, groupwise has one of them at a time."""
-    needs = [_need(args, of_model) for of_model in cells.values() if of_model]
-    theirs = sum(need.total + need.cache // 4 + STARTED for need in needs)
-    ours = sum(need.total - need.cache + STARTED // 4 for need in needs) + max(
-        (need.cache for need in needs), default=0
-    )
+def _memory_together(needs: dict[Cell, Need]) -> int:
+    """The largest cells of all models on both sides; vLLM keeps its caches, groupwise has one of them at a time."""
+    models = {cell.model for cell in needs}
+    largest = [max(need for cell, need in needs.items() if cell.model == model) for model in models]
+    theirs = sum(need.total + need.cache // 4 + STARTED for need in largest)
+    ours = sum(need.total - need.cache + STARTED // 4 for need in largest) + max(need.cache for need in largest)
     return theirs + ours
 
 
@@ -221,7 +212,7 @@ def side_options(
     longest = max(max(job.prompt_lengths) + max(job.completion_lengths) for job in jobs.values()) + 8
     common = {"device": args.device, "sequences": sequences, **({"dtype": args.dtype} if args.dtype else {})}
     vllm = {**common, "longest": longest, "memory_share": round(share, 3), "eager": args.eager}
-    if args.device == "cpu":  # where it has no share of the memory, but a size
+    if args.device == "cpu" or args.together:  # where it has no share of the memory, but a size
         vllm["cache_mib"] = -(-cache_bytes * 5 // 4 // 2**20)
     return {"groupwise": common, "vllm": vllm}
 

@@ -114,10 +114,7 @@ def _resolve_files(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         return str(folder / value) if isinstance(value, str) and value and os.path.exists(folder / value) else value
 
     def function(value: Any) -> Any:
-        if isinstance(value, list):
-            return [function(entry) for entry in value]
-        file, _, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-        return f"{folder / file}:{name}" if file and os.path.isfile(folder / file) else value
+        return _locate_function(value, folder)
 
     def reward(entry: Any) -> Any:
         options = entry.get("options")
@@ -147,15 +144,20 @@ def _resolve_files(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def _resolve_functions(overrides: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The overrides with functions' files that exist in the recipe's folder, and not in the current one, replaced."""
     names = {f"{section}.{key}".strip(".") for section, key in FUNCTION_FILES}
+    return {
+        name: _locate_function(value, folder, here_first=True) if name in names else value
+        for name, value in overrides.items()
+    }
 
-    def function(value: Any) -> Any:
-        if isinstance(value, list):
-            return [function(entry) for entry in value]
-        file, _, attribute = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-        beside = bool(file) and not os.path.exists(file) and os.path.isfile(folder / file)
-        return f"{folder / file}:{attribute}" if beside else value
 
-    return {name: function(value) if name in names else value for name, value in overrides.items()}
+def _locate_function(value: Any, folder: Path, *, here_first: bool = False) -> Any:
+    """A function's name, or a list of them, with a file that exists in the folder replaced by its path."""
+    if isinstance(value, list):
+        return [_locate_function(entry, folder, here_first=here_first) for entry in value]
+    file, _, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    if not file or (here_first and os.path.exists(file)) or not os.path.isfile(folder / file):
+        return value
+    return f"{folder / file}:{name}"
 
 
 def make_recipe(

@@ -32,7 +32,7 @@ from groupwise.generate.sampling import OccurredTokens
 from groupwise.generate.scheduler import PageEstimate, Scheduler
 from groupwise.generate.types import Generator, Progress, Rollout, Sampling, Stop
 from groupwise.model.attention import to_device
-from groupwise.model.cache import SharedCache
+from groupwise.model.cache import CACHE_DTYPES, SharedCache
 from groupwise.model.handle import ModelHandle, eval_mode, prepare
 from groupwise.model.joint_products import JointProducts
 from groupwise.model.packing import Ids
@@ -290,10 +290,10 @@ def watched(generator: Generator, progress: Progress) -> Iterator[None]:
 
 def _cache_dtype(name: str, handle: ModelHandle) -> torch.dtype | None:
     """The dtype of stored keys and values; None for the model's."""
-    check_choice("kv_cache_dtype", name, ("auto", "fp8"))
-    if name == "auto":
+    check_choice("kv_cache_dtype", name, CACHE_DTYPES)
+    dtype, device = CACHE_DTYPES[name], handle.device
+    if dtype is None:
         return None
-    device = handle.device
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise InputError(
             f'an "fp8" KV cache needs a GPU with eight-bit floating point (compute capability 8.9 or higher), and '
@@ -301,7 +301,7 @@ def _cache_dtype(name: str, handle: ModelHandle) -> torch.dtype | None:
         )
     if device.type not in ("cuda", "cpu"):
         raise InputError(f'an "fp8" KV cache is not supported on {device.type}; use kv_cache_dtype "auto"')
-    return torch.float8_e4m3fn
+    return dtype
 
 
 def _can_capture(handle: ModelHandle) -> bool:

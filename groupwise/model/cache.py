@@ -33,6 +33,7 @@ from groupwise.model.attention import (
 from groupwise.model.flash import varlen_flash
 from groupwise.model.handle import KVShape, ModelHandle
 
+CACHE_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn}  # of stored keys and values; None: the model's
 CACHE_ATTRIBUTE = "groupwise_cache"  # of an attention module
 SHORT_PROMPT = 256  # tokens
 COPIED_TOKENS = 8192  # of contexts that are copied to attend to them in one call

@@ -16,7 +16,7 @@ from groupwise.data import Prompt, decode_completions, reward_inputs
 from groupwise.distributed.ranks import Ranks
 from groupwise.generate import Rollout, Sampling
 from groupwise.generate.registry import make_generator
-from groupwise.model.cache import bytes_per_token
+from groupwise.model.cache import CACHE_DTYPES, bytes_per_token
 from groupwise.model.device import free_memory
 from groupwise.model.handle import ModelHandle
 from groupwise.model.logprobs import completion_logps, iter_packs
@@ -244,7 +244,7 @@ def _memory(components: RunComponents) -> Iterator[str]:
     recipe, handle, trained = components.recipe, components.handle, _trained_weights(components)
     sequences, cached_tokens = _sampled_at_once(components)
     needs = training_memory(components)
-    dtype = torch.float8_e4m3fn if recipe.sampling.kv_cache_dtype == "fp8" else handle.dtype
+    dtype = CACHE_DTYPES[recipe.sampling.kv_cache_dtype] or handle.dtype
     needs[f"KV cache of {sequences} completions"] = bytes_per_token(handle.shapes, dtype) * cached_tokens
     yield f"model: {recipe.model.source}, {trained:,} weights to train, {handle.dtype}, on {handle.device}"
     if handle.fallback_reason:

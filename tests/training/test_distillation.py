@@ -181,12 +181,17 @@ def test_two_processes_learn_what_one_does(kl, sharding, tmp_path, folder):
             assert one[name] == pytest.approx(two[name], rel=2e-4, abs=1e-7), (name, one["step"])
 
 
-def test_conversations_end_where_the_teachers_window_does(tmp_path):
-    room, place = 48, tmp_path / "teacher"
+def with_window(place: Path, room: int) -> Path:
+    """A teacher that can read this many tokens at once."""
     model = tiny_model(7)
     model.config.max_position_embeddings = room
     model.save_pretrained(place)
     tiny_tokenizer().save_pretrained(place)
+    return place
+
+
+def test_conversations_end_where_the_teachers_window_does(tmp_path):
+    room, place = 48, with_window(tmp_path / "teacher", 48)
     options = {"environment": Counting, "callbacks": [lengths := ConversationLengths()]}
     taught(tmp_path / "run", place, {"optimizer": {"learning_rate": 3e-3}, "train": {"steps": 6}}, **options).run()
     kl, rows = kl_of(tmp_path / "run"), metrics_of(tmp_path / "run")
@@ -257,11 +262,7 @@ def test_a_teacher_of_conversations_is_shown_more(tmp_path, folder, environment,
 
 
 def test_a_conversation_leaves_room_for_what_the_teacher_is_shown(tmp_path):
-    room, place = 64, tmp_path / "teacher"
-    model = tiny_model(7)
-    model.config.max_position_embeddings = room
-    model.save_pretrained(place)
-    tiny_tokenizer().save_pretrained(place)
+    room, place = 64, with_window(tmp_path / "teacher", 64)
     options = {"environment": Counting, "callbacks": [lengths := ConversationLengths()]}
     shown = {"distillation": {"show": "{prompt} {note} is shown"}, "train": {"steps": 3}}
     taught(tmp_path / "run", place, shown, task=Task("answers", ANSWERS), **options).run()
