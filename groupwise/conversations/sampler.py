@@ -24,6 +24,7 @@ from groupwise.conversations.event_loop import EventLoop
 from groupwise.conversations.formats import TurnFormat
 from groupwise.conversations.rollout_function import RolloutConversation, RolloutEnd, RolloutFunction, TurnRequest
 from groupwise.conversations.sharded import divide_episodes
+from groupwise.data.pair_formats import common_length
 from groupwise.environments import (
     EnvironmentFactory,
     EnvironmentFailed,
@@ -380,8 +381,7 @@ async def _outcome(awaitable: Any) -> Any:
 def share_prompt(episodes: Sequence[Episode]) -> None:
     """Give the episodes of a group the same prompt: what differs becomes given tokens behind it."""
     first, last = min(episode.prompt for episode in episodes), max(episode.prompt for episode in episodes)
-    length = next((i for i, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
-    common = first[:length]  # what the first and the last in order share, all share
+    common = first[: common_length(first, last)]  # what the first and the last in order share, all share
     if not common:
         raise InputError("the conversations of a group must start with the same token")
     for episode in episodes:

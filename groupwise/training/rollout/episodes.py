@@ -16,6 +16,7 @@ from groupwise.core.filters import KeptSets
 from groupwise.core.ragged import Ragged
 from groupwise.core.sequences import Turns
 from groupwise.data import Prompt, PromptBuilder
+from groupwise.data.pair_formats import common_length
 from groupwise.environments import Message
 from groupwise.errors import ConfigError, UserCodeError
 from groupwise.generate.types import Generator, Progress, Rollout, Sampling
@@ -214,8 +215,7 @@ def _teacher_ids(prompt: Prompt, episode: Episode) -> tuple[int, ...] | None:
     """
     if prompt.teacher_ids is None:
         return None
-    pairs = enumerate(zip(prompt.ids, episode.prompt, strict=False))
-    start = next((place for place, (one, other) in pairs if one != other), min(len(prompt.ids), len(episode.prompt)))
+    start = common_length(prompt.ids, episode.prompt)
     end = prompt.ids[start:]
     if prompt.teacher_ids[len(prompt.teacher_ids) - len(end) :] != end:
         raise ConfigError(
